@@ -80,6 +80,7 @@ class GradientSync:
 
     def _make(self, *, find_unused: bool, broadcasts: bool) -> None:
         self.finds_unused = find_unused
+        self._strides = self._present_strides
         self._ddp = DistributedDataParallel(
             _Call(self.modules), find_unused_parameters=find_unused, init_sync=broadcasts
         )
@@ -94,6 +95,21 @@ class GradientSync:
         """
         self.remove()
         self._make(find_unused=self.finds_unused if find_unused is None else find_unused, broadcasts=False)
+
+    @property
+    def _present_strides(self) -> list[tuple[int, ...]]:
+        return [p.stride() for module in self.modules for p in module.parameters()]
+
+    def refresh(self) -> bool:
+        """Make a new reducer if parameters have other strides, which DDP would bridge by copies.
+
+        Returns:
+            True if there is a new one. Its next step settles its buckets.
+        """
+        has_changed = self._strides != self._present_strides
+        if has_changed:
+            self.remake()
+        return has_changed
 
     def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return ``call(*args, **kwargs)``. Its backward averages the gradients over all ranks."""

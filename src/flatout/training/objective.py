@@ -92,6 +92,10 @@ class Objective:
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Return the model's output for one batch, and the target; None if the batch has no target."""
+        with self.plain():
+            return self._forward(batch)
+
+    def _forward(self, batch: Any) -> tuple[Any, Any]:
         model, batch = self.spec.model, self.lent(batch)
         if isinstance(batch, Mapping):
             return model(**batch), None

@@ -186,6 +186,7 @@ class Stepper:
         """
         if self.waits_for_all:
             self.spec.ranks.check()
+            sync.refresh()
         try:
             with self.together() as batch:
                 try:

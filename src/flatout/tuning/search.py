@@ -164,6 +164,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
             with session.stage(f"looking at {technique.title}"):
                 row = _advise(technique, session)
                 session.ledger.add(Decision(row))
+    session.refresh_sync()
     job.data.batches = ()
     for candidate in session.ledger.candidates:
         if isinstance(candidate, ResizingCandidate):

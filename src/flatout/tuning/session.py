@@ -18,6 +18,7 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.cleanup import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
+from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
@@ -201,7 +202,7 @@ class Session:
         So a resumed training would differ in its first step.
         """
         job, ranks = self.job, self.job.spec.ranks
-        with contextlib.suppress(Exception), ranks.attempt():  # trials find out about an error, or about memory
+        with _unless_out_of_memory(), ranks.attempt():
             job.stepper.add_gradients(Part(job.data.batches[0]))
         parameters = [p for module in job.spec.modules for p in module.parameters() if p.requires_grad]
         is_used = any(p.grad is not None for p in parameters)
@@ -210,9 +211,19 @@ class Session:
         if ranks.largest([float(has_unused)])[0]:
             sync.remake(find_unused=True)
         elif job.spec.optimizer is not None and is_used:
-            with contextlib.suppress(Exception), ranks.attempt():
-                job.stepper.step(job.data.batches[0])
-            self.bench.rewind()
+            self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """Take a step that orders the buckets of DDP, unless it runs out of memory."""
+        with _unless_out_of_memory(), self.job.spec.ranks.attempt():
+            self.job.stepper.step(self.job.data.batches[0])
+        self.bench.rewind()
+
+    def refresh_sync(self) -> None:
+        """Adapt DDP to the memory format that was decided."""
+        sync = self.job.stepper.sync
+        if sync is not None and sync.refresh() and self.job.spec.optimizer is not None:
+            self._settle_buckets()
 
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
@@ -391,3 +402,13 @@ def _lr_rule(request: Request, choices: Choices) -> str:
         return "none"
     size = choices.of(BATCH_SIZE)
     return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)
+
+
+@contextlib.contextmanager
+def _unless_out_of_memory() -> Iterator[None]:
+    """Ignore an error of memory inside the block, because later stages find parts of batches that fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
