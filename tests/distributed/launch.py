@@ -85,9 +85,9 @@ def plainly(script: str, *, ranks: int = 2, **variables: str) -> Ended:
     return _ended([[sys.executable, "-c", script]] * ranks, environments)
 
 
-def alone(script: str) -> Ended:
+def alone(script: str, *arguments: str, **variables: str) -> Ended:
     """Run Python code in one process without variables of a launcher."""
-    return _ended([[sys.executable, "-c", script]], [{}])
+    return _ended([[sys.executable, "-c", script, *arguments]], [variables])
 
 
 def _torchrun(ranks: int, *arguments: str) -> list[str]:
