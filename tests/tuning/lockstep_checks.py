@@ -28,9 +28,13 @@ from flatout.distributed.agreement import RankFailure, Ranks
 from flatout.distributed.process_group import control_group
 from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
 from flatout.training.stepper import Stepper
+from flatout.tuning.combination_trials import CombinationTrials
+from flatout.tuning.equivalence import Difference
+from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.lockstep import same_candidates
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
+from tests.jobs import job_of
 from tests.reasons import reasons
 from tests.tuning.harness import Change
 
@@ -39,7 +43,19 @@ REAL_SLEEP = time.sleep
 SECONDS = 60
 """Time after which a run counts as a hang. The system then kills its process."""
 
-PLACES = ("check", "candidates", "enable", "disable", "step", "verify", "restore", "loader", "batch")
+PLACES = (
+    "check",
+    "candidates",
+    "enable",
+    "disable",
+    "step",
+    "verify",
+    "combination",
+    "restore",
+    "loader",
+    "batch",
+    "numerics",
+)
 ERRORS: tuple[Callable[[str], Exception], ...] = (
     ValueError,
     RuntimeError,
@@ -149,7 +165,7 @@ class Program:
             seconds=seconds,
             budget=seconds * draw.choice([30.0, 300.0, 1000.0]),
             accumulate=draw.choice([1, 1, 2]),
-            noise=draw.choice([0.0, 0.02, 0.2]),
+            noise=draw.choice([0.0, 0.02, 0.2, 2.0]),
             pays=frozenset(draw.sample(["precision", "cpu_threads", "fused_optimizer", "channels_last"], 2)),
             place=draw.choice([*PLACES, ""]),
             rank=draw.randrange(size),
@@ -210,6 +226,9 @@ def failing(program: Program, rank: int) -> Iterator[list[str]]:
 
         return call
 
+    def differing(plain: Callable[..., list[Difference]]) -> Callable[..., list[Difference]]:
+        return lambda *observed: [replace(d, by=1e6) for d in plain(*observed)]
+
     def of_candidates(how: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         failing_call = how(plain)
         return lambda self: (failing_call if isinstance(self, Candidate) else plain)(self)
@@ -232,6 +251,10 @@ def failing(program: Program, rank: int) -> Iterator[list[str]]:
                 patch(Stepper, "step", before)
             elif program.place == "verify":
                 patch(flatout.tuning.verification, "observe", before)
+            elif program.place == "combination":
+                patch(CombinationTrials, "_measure", before)
+            elif program.place == "numerics":  # all candidates compute something else on this rank
+                patch(flatout.tuning.verification, "compare", differing)
             elif program.place == "restore":
                 patch(Snapshot, "restore", after)
             elif program.place == "loader":
@@ -271,7 +294,13 @@ def run_ends_alike(seed: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = program.make_loader(machine)
 
-    loss = TimedStep(machine, program.step_seconds).watch(model, optimizer)
+    computed: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        computed.append(target)
+        return functional.cross_entropy(output, target)
+
+    loss = TimedStep(machine, program.step_seconds, loss_fn).watch(model, optimizer)
     before = snapshot(model, optimizer)
     outcome: dict[str, Any] = {}
     error: Exception | None = None
@@ -304,6 +333,8 @@ def run_ends_alike(seed: int) -> None:
     for name in outcomes[0]:
         assert len({repr(each.get(name)) for each in outcomes}) == 1, (program, name, outcomes)  # bit-equal numbers
     assert len(set(together.every(error is None))) == 1, (program, error)
+    if not any(raised_anywhere):  # data-parallel steps wait for each other
+        assert len(set(together.every(len(computed)))) == 1, program
     if error is not None:
         assert raised_anywhere[program.rank], error
         if together.rank == program.rank:
@@ -313,6 +344,39 @@ def run_ends_alike(seed: int) -> None:
             assert isinstance(error, RankFailure)
             assert f"rank {program.rank}: " in str(error)
             assert Injected in str(error)
+
+
+def loops_train_for_equally_many_batches() -> None:
+    """Steps and batches take ten times as long on rank 1. All ranks rest for as long, and stop at the same time."""
+    together = ranks()
+    machine = Machine(together.rank, 0, 0.0)
+    seconds = 1.0 if together.rank == 1 else 0.1
+    steps: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        machine.advance(seconds)
+        steps.append(target)
+        return functional.cross_entropy(output, target)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Samples(machine, seconds / 8), batch_size=8)
+    job = job_of(model, [], optimizer, loader=loader, loss_fn=loss_fn, ranks=together)
+    counts = []
+    signal.alarm(SECONDS)
+    with running_on(machine, together.rank):
+        timer = LoaderTimer(job, loader)
+        for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.stretch(40), lambda: timer.stretch(40, limit=4.0)):
+            begun = len(steps)
+            run()
+            counts.append(len(steps) - begun)
+        found = (counts, timer.pace, timer.alone())
+        timer.close()
+    signal.alarm(0)
+    assert len(set(map(repr, together.every(found)))) == 1, together.every(found)
+    assert counts[1] == 40
+    assert counts[2] < 8
+    assert timer.pace.step_ms == pytest.approx(1000, rel=0.01)
 
 
 def an_error_of_the_loss_ends_all_ranks(call: int) -> None:

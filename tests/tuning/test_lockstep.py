@@ -30,6 +30,10 @@ def test_all_ranks_decide_alike(pool: RankPool, request: pytest.FixtureRequest) 
         pool(checks.run_ends_alike, seed)
 
 
+def test_loops_train_for_equally_many_batches(pool: RankPool) -> None:
+    pool(checks.loops_train_for_equally_many_batches)
+
+
 @pytest.mark.parametrize("call", [1, 3, 6])
 def test_an_error_of_the_users_loss_ends_all_ranks(pool: RankPool, call: int) -> None:
     pool(checks.an_error_of_the_loss_ends_all_ranks, call)
