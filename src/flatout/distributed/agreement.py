@@ -71,12 +71,19 @@ class RanksApart(RuntimeError):
 @contextmanager
 def own_error() -> Iterator[None]:
     """Raise the error of this rank in place of the ``RankFailure`` that it has caused."""
+    own: BaseException | None = None
     try:
         yield
     except RankFailure as failure:
-        if failure.__cause__ is None:
+        own = failure.__cause__
+        if own is None:
             raise
-        raise failure.__cause__ from None
+    if own is not None:
+        context = own.__context__
+        try:
+            raise own
+        finally:
+            own.__context__ = context  # not the failure of the ranks, which would be printed first
 
 
 class Message:
