@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
@@ -250,6 +249,8 @@ def _record(error: BaseException, trace: TracebackType | None) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or os.path.exists(file):
         return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # the import takes 0.1 s
+
     try:
         raise error.with_traceback(trace)  # torch formats the exception that is being handled
     except BaseException:

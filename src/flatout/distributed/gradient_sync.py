@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
@@ -52,7 +51,9 @@ class _Progress:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.launched += 1
         self.is_complete = bucket.is_last()
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        mean = bucket.buffer().div_(dist.get_world_size())  # before the sum, which may overflow 16 bits
+        summed = dist.all_reduce(mean, async_op=True).get_future()
+        return summed.then(lambda future: future.value()[0])
 
 
 class GradientSync:
