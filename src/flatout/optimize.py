@@ -159,7 +159,7 @@ def optimize(
         parallel=parallel,
     )
     choices = validate(request)
-    part = parallel_of(request.parallel, request.modules)
+    part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
     with own_error(), part.ranks.attempt("flatout.optimize"):
         session = Session(request, choices, part)
         try:

@@ -5,9 +5,21 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch import nn
 
+import flatout
+from flatout.tuning.ranks import parallel_of
 from tests.distributed import data_parallel_checks as checks
 from tests.ranks import RankPool
+
+
+def test_ddp_requires_several_ranks_and_a_training():
+    with pytest.raises(ValueError, match="one process per device"):
+        parallel_of("ddp", [nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="requires a training"):
+        parallel_of("ddp", [nn.Linear(2, 2)], trains=False)
+    with pytest.raises(ValueError, match="parallel must be one of"):
+        flatout.optimize(nn.Linear(2, 2), [], parallel="fsdp")
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -73,15 +73,17 @@ TRAINS_ALONE = Parallel()
 """Part of a process that trains a model on its own."""
 
 
-def parallel_of(parallel: str, modules: Sequence[nn.Module]) -> Parallel:
+def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = True) -> Parallel:
     """Return the part of this process in the training. Under ``torchrun``, make the process group if there is none.
 
     Args:
         parallel: argument of ``optimize``.
         modules: the modules that are trained.
+        trains: False for inference, in which each rank computes batches of its own.
 
     Raises:
-        ValueError: ``parallel`` is ``"ddp"``, but there is only one process, or the model is already distributed.
+        ValueError: ``parallel`` is ``"ddp"``, but there is only one process, nothing is trained, or the model comes
+            distributed.
     """
     has_group = dist.is_available() and dist.is_initialized()
     comes_wrapped = any(map(_is_wrapped, modules))
@@ -89,7 +91,9 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module]) -> Parallel:
         raise ValueError(
             "parallel='ddp' requires a plain model, got one that is distributed already. Leave parallel out"
         )
-    if parallel == "none":
+    if parallel == "ddp" and not trains:
+        raise ValueError("parallel='ddp' requires a training, got a model in eval mode without an optimizer")
+    if parallel == "none" or not trains:
         return TRAINS_ALONE
     if not has_group and not process_group.is_launched():
         if parallel == "ddp":

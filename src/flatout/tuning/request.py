@@ -47,6 +47,11 @@ class Request:
         return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
 
     @property
+    def is_inference(self) -> bool:
+        """True for a model in eval mode without an optimizer."""
+        return self.optimizer is None and not self.model.training
+
+    @property
     def given_plan(self) -> Plan | str | Path | None:
         """Plan that the user gave, which is applied to the letter; None if trials or the cache decide."""
         return None if self.plan == CACHED else self.plan

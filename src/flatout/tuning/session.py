@@ -110,7 +110,7 @@ class Session:
             loss_fn=request.loss_fn,
             compute_loss=request.compute_loss,
             loss_weight=request.loss_weight,
-            inference=request.optimizer is None and not request.model.training,
+            inference=request.is_inference,
             is_recorded=request.is_recorded,
             accumulate=request.accumulate,
             resizes=request.batch_size == "auto" and request.given_plan is None,
@@ -161,7 +161,7 @@ class Session:
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
-        if self.parallel.wraps:  # the weights of rank 0 replace those of the others
+        if self.parallel.wraps and spec.ranks.rank:  # the weights of rank 0 replace those of the others
             own = Snapshot.capture(spec.modules, spec.optimizer, on=torch.device("cpu"))
             self._undo.append(own.restore)
         with self.stage("applying rules"):

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,9 +51,10 @@ class Termination:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number in list(self._before):
             self._put_back(number)
-        # the signal ends the process before Python prints the error
+        # The signal ends the process before Python shows the error. On several ranks, the hook also tells the others,
+        # which may be blocked in a collective.
         if error is not None and signal.SIGTERM in self._to_obey:
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)
         for number in _SIGNALS:
             if number in self._to_obey:
                 signal.raise_signal(number)
