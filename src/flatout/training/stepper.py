@@ -165,18 +165,23 @@ class Stepper:
         """Run a training step kernel by kernel on the parts of a batch."""
         if self.pending == 0:
             self.zero_grad()
-        # Of two ranks, one may have a sample more, and so compute two parts. So the limit decides, which is the same.
-        # Gradients of earlier batches would be averaged even if this batch fails, and so be lost.
-        if self.sync is not None and self.accumulate == 1 and self.micro_batches.size is None:
+        if self.sync is None:
+            loss = self._of_parts(parts, phase)
+        elif self.accumulate == 1 and self.micro_batches.size is None:
+            # Of two ranks, one may have a sample more, and so compute two parts. So the limit decides, which is the
+            # same. With accumulation, gradients of earlier batches would be averaged even if this batch fails.
             loss = self._synchronized(self.sync, parts[0], phase)
         else:
             with self.together() as batch:
-                batch.loss = self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
+                batch.loss = self._of_parts(parts, phase)
             loss = batch.loss
         self.count_batch(loss)
         if self.is_due:
             self.flush(phase)
         return loss
+
+    def _of_parts(self, parts: Sequence[Part], phase: PhaseOf) -> Tensor:
+        return self.micro_batches.add_gradients(parts, lambda part: self.add_gradients(part, phase))
 
     def _synchronized(self, sync: GradientSync, part: Part, phase: PhaseOf) -> Tensor:
         """Run ``add_gradients`` with gradients averaged over all ranks during the backward.
