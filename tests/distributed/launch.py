@@ -59,14 +59,17 @@ class Ended:
         return self.end - max(times)
 
 
-def torchrun(script: str, *arguments: str, options: tuple[str, ...] = (), ranks: int = 2, **variables: str) -> Ended:
-    """Run Python code on several ranks of one machine."""
+def torchrun(
+    script: str, *arguments: str, options: tuple[str, ...] = (), ranks: int = 2, limit: float = LIMIT, **variables: str
+) -> Ended:
+    """Run Python code on several ranks of one machine, and fail after ``limit`` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "train.py"
         file.write_text(script)
         return _ended(
             [_torchrun(ranks, *options, str(file), *arguments)],
             [{**variables, "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")}],
+            limit,
         )
 
 
@@ -97,7 +100,7 @@ def _torchrun(ranks: int, *arguments: str) -> list[str]:
     ]
 
 
-def _ended(commands: list[list[str]], variables: list[dict[str, str]]) -> Ended:
+def _ended(commands: list[list[str]], variables: list[dict[str, str]], limit: float = LIMIT) -> Ended:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         processes = [
@@ -106,13 +109,13 @@ def _ended(commands: list[list[str]], variables: list[dict[str, str]]) -> Ended:
             )
             for command, added in zip(commands, variables, strict=True)
         ]
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         try:
             status = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
             end = time.time()
         except subprocess.TimeoutExpired:
             err.seek(0)
-            raise AssertionError(f"not ended after {LIMIT:.0f} s:\n{err.read()[-8000:]}") from None
+            raise AssertionError(f"not ended after {limit:.0f} s:\n{err.read()[-8000:]}") from None
         finally:
             for process in processes:
                 if process.poll() is None:

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = (Path(__file__).parent / "scripts" / "resumable.py").read_text()
 EPOCHS = 4
+LIMIT = 240.0
+"""Seconds after which a launch fails: each of its attempts starts four processes, on a busy machine in 15 seconds."""
 KILLS = 3
 """Kills of a launch: each of its attempts but the last one."""
 
@@ -27,7 +29,8 @@ def trained(folder: Path, ranks: int, *arguments: object, **variables: str) -> l
     if ranks == 1:
         ended = launch.alone(SCRIPT, *texts, **environment)
     else:
-        ended = launch.torchrun(SCRIPT, *texts, ranks=ranks, options=(f"--max-restarts={KILLS}",), **environment)
+        options = (f"--max-restarts={KILLS}",)
+        ended = launch.torchrun(SCRIPT, *texts, ranks=ranks, options=options, limit=LIMIT, **environment)
     assert ended.status == [0], ended.err
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
