@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
 from flatout.core.reproducible import seed_all
-from flatout.distributed.agreement import own_error
+from flatout.distributed.agreement import OwnError
 from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
@@ -160,7 +160,7 @@ def optimize(
     )
     choices = validate(request)
     part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
-    with own_error(), part.ranks.attempt("flatout.optimize"):
+    with OwnError(), part.ranks.attempt("flatout.optimize"):
         session = Session(request, choices, part)
         try:
             session.prepare()

@@ -17,7 +17,7 @@ from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
 from flatout.core.snapshot import Snapshot
 from flatout.data.loaders import LoaderPosition
-from flatout.distributed.agreement import own_error
+from flatout.distributed.agreement import OwnError
 from flatout.plan import Plan
 from flatout.training import checkpoint, job_state
 from flatout.training.checkpoint.copies import mapped
@@ -81,7 +81,7 @@ class Resumable:
             OSError: the write failed. With ``asynchronous``: the previous write failed.
         """
         ranks = self._job.spec.ranks
-        with own_error(), ranks.attempt("run.save"):
+        with OwnError(), ranks.attempt("run.save"):
             state = self.state_dict()
             if ranks.rank == 0:
                 self._writer.write(path, state, asynchronous=asynchronous, then=then)
@@ -168,7 +168,7 @@ class Resumable:
         attributes = set(getattr(self._scheduler, "__dict__", ()))
         progress = self._job.stepper.progress
         try:
-            with own_error(), self._job.spec.ranks.attempt("run.load"):
+            with OwnError(), self._job.spec.ranks.attempt("run.load"):
                 if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                     raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
                 state = mapped(state, tensor)

@@ -16,7 +16,7 @@ from flatout.core.progress_setting import wants_progress
 from flatout.core.standard_error import say
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
-from flatout.distributed.agreement import own_error
+from flatout.distributed.agreement import OwnError
 from flatout.mfu import MfuCounter, Phases
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
@@ -187,7 +187,8 @@ class Run(Resumable, Described):
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.spec.device)
             self._job.stepper.weigh(batch, getattr(self.loader, "share", None))
-            loss = self._recovery.step(batch, step.phase)
+            with OwnError():
+                loss = self._recovery.step(batch, step.phase)
             if not self._job.stepper.pending:
                 self._step_scheduler()
         self.steps += 1
@@ -294,7 +295,7 @@ class Run(Resumable, Described):
         with contextlib.ExitStack() as stack:
             keeper, ranks = None, self._job.spec.ranks
             if checkpoint_dir is not None:
-                with own_error(), ranks.attempt("run.fit"):
+                with OwnError(), ranks.attempt("run.fit"):
                     folder = checkpoint.Folder(checkpoint_dir, keep) if ranks.rank == 0 else None
                 keeper = stack.enter_context(
                     Keeper(self, self._job.stepper, folder, checkpoint_every, asynchronous=asynchronous)

@@ -19,7 +19,7 @@ MEASURED = Facts(latency_ms=0.1, backend="nccl", bandwidth=100.0)
 
 
 def row(rank: int, **changes: Any) -> dict[str, Any]:
-    """Return the facts of a rank of two machines with two GPUs each, without defects."""
+    """Return the facts of one of four ranks, on two machines with two GPUs each. Nothing is wrong with them."""
     versions = {name: "1" for name in ("Python", "torch", "flatout", "CUDA", "driver", "NCCL")}
     return {
         **versions,

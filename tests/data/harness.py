@@ -7,7 +7,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import threading
 import time
@@ -35,7 +34,7 @@ from flatout.data.normalize import _is_native
 from flatout.data.prefetcher import _Ahead
 from flatout.data.rate_trials import Try
 from flatout.data.transfer import NativeCopier
-from flatout.distributed.agreement import Agreement
+from flatout.distributed.agreement import Agreement, decoded, encoded
 from flatout.native import _host
 from tests.clock import Clock, simulated_time
 from tests.helpers import native_threads
@@ -310,7 +309,7 @@ class RecordedRanks(Agreement):
     Args:
         rank: number of the rank.
         size: number of ranks.
-        values: values of rank 0, pickled, in order.
+        values: values of rank 0, encoded as for a message, in order.
     """
 
     def __init__(self, rank: int, size: int, values: list[bytes]) -> None:
@@ -320,9 +319,9 @@ class RecordedRanks(Agreement):
 
     def first(self, value: Any) -> Any:
         if self.rank == 0:
-            self._values.append(pickle.dumps(value))
+            self._values.append(encoded(value))
         self._next += 1
-        return pickle.loads(self._values[self._next - 1])
+        return decoded(self._values[self._next - 1])
 
 
 def on_ranks(size: int, program: Callable[[Agreement], Any]) -> list[Any]:

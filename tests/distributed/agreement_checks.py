@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatout.distributed.agreement import RankFailure, RankOutOfMemory, Ranks
+from flatout.distributed.agreement import GroupAgreement, RankFailure, RankOutOfMemory
 from flatout.distributed.process_group import control_group
 
 TEXT = "rank 1: ValueError: no such size"
 
 
-def ranks() -> Ranks:
-    return Ranks(control_group())
+def ranks() -> GroupAgreement:
+    return GroupAgreement(control_group())
 
 
 def values_are_those_of_all() -> None:
@@ -28,7 +28,7 @@ def values_are_those_of_all() -> None:
     many = [float(place if place % size == rank else -1) for place in range(40)]
     assert agreed.largest(many) == list(range(40))
     assert agreed.largest([]) == []
-    assert agreed.total([0.5, float(rank)]) == [size / 2, size * (size - 1) / 2]
+    assert agreed.smallest([0.5, float(rank)]) == [0.5, 0]
     assert agreed.first(float(rank)) == 0.0
     assert agreed.first({"rank": rank}) == {"rank": 0}
     assert agreed.every(str(rank)) == [str(each) for each in range(size)]
@@ -37,9 +37,6 @@ def values_are_those_of_all() -> None:
     assert agreed.all_hold(True)
     assert not agreed.all_hold(rank != 1)
     assert math.isnan(agreed.largest([1.0, math.nan if rank == 1 else 2.0])[1])
-    nan = agreed.total([math.nan if rank == 0 else 1.0, 1.0])
-    assert math.isnan(nan[0])
-    assert nan[1] == size
 
 
 def failure_of(program: Callable[[], None]) -> RankFailure:
@@ -63,7 +60,7 @@ def a_failure_stops_all_ranks() -> None:
     failure = failure_of(program)
     assert str(failure) == TEXT
     assert isinstance(failure.__cause__, ValueError) is (agreed.rank == 1)
-    assert agreed.total([1.0]) == [agreed.size]
+    assert sum(agreed.every(1)) == agreed.size
 
 
 def the_same_error_of_all_ranks_stays() -> None:
@@ -90,7 +87,7 @@ def an_outer_failure_passes_inner_handlers() -> None:
         with contextlib.suppress(RankFailure), agreed.attempt():
             if agreed.rank == 1:
                 raise ValueError("no such size")
-        assert agreed.total([1.0]) == [agreed.size]
+        assert sum(agreed.every(1)) == agreed.size
 
 
 def inner_and_outer_failures_end_in_the_outer_attempt() -> None:
@@ -156,6 +153,6 @@ def groups_do_not_mix() -> None:
     agreed = ranks()
     value = torch.full((5,), float(dist.get_rank()))
     work = dist.all_reduce(value, async_op=True)
-    assert agreed.total([1.0]) == [agreed.size]
+    assert sum(agreed.every(1)) == agreed.size
     work.wait()
     assert value.tolist() == [sum(range(agreed.size))] * 5

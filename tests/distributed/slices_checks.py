@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory
 from flatout.data.slices import sliced
-from flatout.distributed.agreement import Ranks
+from flatout.distributed.agreement import GroupAgreement
 from flatout.distributed.process_group import control_group
 
 SAMPLES = 23
@@ -51,7 +51,7 @@ def seed_all(seed: int) -> None:
 
 
 def ranks_train_on_the_batches_of_one_process(kind: str, wrapper: str) -> None:
-    ranks = Ranks(control_group())
+    ranks = GroupAgreement(control_group())
     seed_all(0)
     own = wrapped(wrapper, order(kind))
     whole = [[batch.tolist() for (batch,) in own] for _ in range(3)]

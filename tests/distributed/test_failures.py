@@ -34,15 +34,15 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1))
 """,
     "others in an agreement": """
-from flatout.distributed.agreement import Ranks
-ranks = Ranks(process_group.control_group())
+from flatout.distributed.agreement import GroupAgreement
+ranks = GroupAgreement(process_group.control_group())
 ranks.check()
 if dist.get_rank() == 1:
     time.sleep(0.5)
     fail()
 ranks.check()
 """,
-    # NCCL does not notice a peer that has ended, and Python handles no signal during a collective.
+    # Stands for NCCL, which does not notice that a peer has ended. During a collective, Python handles no signal.
     "others blocked": """
 import ctypes, signal
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -64,8 +64,8 @@ for batch in DataLoader(Data(), num_workers=1):
     dist.all_reduce(batch)
 """,
     "in an agreed block": """
-from flatout.distributed.agreement import Ranks
-ranks = Ranks(process_group.control_group())
+from flatout.distributed.agreement import GroupAgreement
+ranks = GroupAgreement(process_group.control_group())
 with ranks.attempt():
     if dist.get_rank() == 1:
         fail()
@@ -89,7 +89,7 @@ def test_all_ranks_end_and_the_failed_one_is_named(launch, place: str) -> None:
     assert all(ended.status)
     assert ended.seconds_since("failed") < SECONDS
     assert ranks_with_tracebacks(ended.err) == ["1"]
-    # Torchrun's SIGTERM may come before the other rank shows a line.
+    # torchrun may end the other rank by SIGTERM before this rank writes its line.
     assert len(lines_of_flatout(ended.err)) == 1 or (launch is torchrun and lines_of_flatout(ended.err) == [])
     for line in lines_of_flatout(ended.err):
         assert line.startswith(f"rank 0 ends: rank 1 {ON_HOST} failed: ")

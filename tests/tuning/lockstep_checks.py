@@ -24,7 +24,7 @@ import flatout
 from flatout.core.errors import Unsuitable
 from flatout.core.snapshot import Snapshot
 from flatout.core.toggle import Toggle
-from flatout.distributed.agreement import RankFailure, Ranks
+from flatout.distributed.agreement import GroupAgreement, RankFailure
 from flatout.distributed.process_group import control_group
 from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
 from flatout.training.stepper import Stepper
@@ -67,8 +67,8 @@ ERRORS: tuple[Callable[[str], Exception], ...] = (
 Injected = "injected"
 
 
-def ranks() -> Ranks:
-    return Ranks(control_group())
+def ranks() -> GroupAgreement:
+    return GroupAgreement(control_group())
 
 
 class Net(nn.Module):
@@ -406,7 +406,7 @@ def an_error_of_the_loss_ends_all_ranks(call: int) -> None:
     else:
         assert str(caught.value) == "rank 1: KeyError: 'no such label'"
     assert snapshot(model, optimizer) == before
-    assert together.total([1.0]) == [together.size]
+    assert sum(together.every(1)) == together.size
 
 
 def arguments_that_differ_are_rejected(**of_rank_1: Any) -> None:

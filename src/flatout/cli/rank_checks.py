@@ -16,7 +16,7 @@ from flatout.cli.facts import Facts
 from flatout.cli.rank_facts import Interface, facts_of_rank, measure
 from flatout.core.formatting import counted
 from flatout.distributed import process_group
-from flatout.distributed.agreement import Ranks
+from flatout.distributed.agreement import GroupAgreement
 
 TIMEOUT = timedelta(seconds=60)
 """Time in which all ranks must start, and in which each collective of the default group must end."""
@@ -39,11 +39,11 @@ def examine_ranks() -> tuple[Finding, ...]:
         RuntimeError: a rank is missing, or the ranks cannot reach each other.
     """
     process_group.join(torch.device("cpu"), TIMEOUT)
-    ranks = Ranks(process_group.control_group())
+    ranks = GroupAgreement(process_group.control_group())
     device = process_group.local_device()
     place = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     places = ranks.every(place)
-    # Ranks with the same devices on the same host would find the same.
+    # One rank per machine examines it, because all of them would find the same.
     pages = ranks.every(examine() if places.index(place) == ranks.rank else ())
     rows = ranks.every(facts_of_rank(device))
     ranks.check()  # all clocks are read at the same time

@@ -83,12 +83,8 @@ class RandomState:
                 here.write(there.state)
 
     def states(self) -> list[tuple[str, Any]]:
-        """Return the name and state of every generator, made of tensors, numbers and strings, for ``torch.save``."""
-        return [(name, _portable(state)) for name, state in self.own_states()]
-
-    def own_states(self) -> list[tuple[str, Any]]:
-        """Return the name of every generator, and the state as the generator gives it, for ``pickle``."""
-        return [(each.name, each.state) for each in self._tracked]
+        """Return the name and state of every generator, made of tensors, numbers and strings."""
+        return [(each.name, _portable(each.state)) for each in self._tracked]
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
         """Set the generators to ``states``, matched by name. A generator without a state is not changed.

@@ -24,10 +24,10 @@ class Draws:
 class SharedDraws(Draws):
     """Draws of a sampler in one epoch, equal on all ranks.
 
-    The epoch begins with the states of rank 0's generators. From there on, the draws have states of the global
-    generators for themselves, so that the models of the ranks may draw any number of random numbers. After each draw,
-    every rank gets back the states of its own training. On rank 0, a generator that nothing else has used stays
-    advanced, as in one process.
+    The epoch begins with the states of rank 0's generators. During the epoch, the sampler's draws use copies of the
+    global generators. So the models of the ranks may draw any number of random numbers. After each draw, the global
+    generators have the states that the training left. On rank 0, a generator that only the sampler uses keeps the state
+    after the draw, as in one process.
 
     Construction is a collective. A draw takes about 0.15 ms more than in one process.
 
@@ -38,7 +38,7 @@ class SharedDraws(Draws):
 
     def __init__(self, ranks: Agreement, held: RandomState) -> None:
         own = RandomState.of_host()
-        states, of_held = ranks.first((own.own_states(), held.own_states()))
+        states, of_held = ranks.first((own.states(), held.states()))
         held.write(of_held)
         self._states = own.given(states)
         self._is_first_rank = ranks.rank == 0

@@ -43,7 +43,7 @@ UNKNOWN_LENGTH = 1000
 FEWEST_TRIAL_BATCHES, TRIAL_BATCHES = 2, 4
 """Number of batches that trials repeat: of slow loaders, and of all others. They stay on the device while measuring."""
 SLICED_FROM = "sliced_from"
-"""Attribute of a loader with one rank's slices of batches: the loader of whole batches."""
+"""Attribute of a sliced loader, whose batches are those of one rank. Its value is the loader of whole batches."""
 RESIZED_FROM = "resized_from"
 """Attribute of a loader with another batch size: the loader from which it was made."""
 _WORKERS_ONLY = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

@@ -13,7 +13,10 @@ from flatout.data.loaders import parts_of, set_epoch
 from flatout.distributed.agreement import Agreement
 
 _COUNTS = "num_replicas", "num_processes", "world_size"
-"""Attributes with the number of ranks: of torch, of accelerate and transformers, and of Hugging Face's datasets."""
+"""Names of attributes with the number of ranks.
+
+torch uses the first, accelerate and transformers the second, and Hugging Face's datasets the third.
+"""
 
 
 def shards_of(loader: Any) -> int:

@@ -67,10 +67,10 @@ def sliced(loader: Any, ranks: Agreement) -> Any:
 
 
 def why_not_sliced(loader: Any) -> str:
-    """Return why a loader is not sliced; empty if it is.
+    """Return the reason why a loader cannot be sliced; empty if it can.
 
-    A loader that splits its samples over the ranks by itself (:func:`flatout.data.sharding.shards_of`) stays as it is:
-    its batch size is that of one rank. An iterable dataset must do so.
+    Some loaders split their samples over the ranks (:func:`flatout.data.sharding.shards_of`). They stay as they are,
+    and their batch size is that of one rank. An iterable dataset must split its samples.
     """
     shards = shards_of(loader)
     return f"the loader splits its samples over {shards} ranks itself" if shards > 1 else why_not_split(loader)
@@ -83,7 +83,9 @@ def slices_of(loader: Any) -> SlicedBatches | None:
 
 
 class SlicedBatches:
-    """Batch sampler that yields this rank's slices. Each rank draws an order of its own.
+    """Batch sampler that yields this rank's slices of the batches of another sampler.
+
+    Iterated alone, it draws the order from the generators of its process. :class:`SlicedOrder` has the order of rank 0.
 
     Args:
         sampler: the batch sampler of the user.
@@ -132,7 +134,6 @@ class SlicedOrder:
             self._drawn.append(self.next_span(asked=True))
 
     def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
-        """As in :class:`Order`."""
         if self._drawn:
             return self._drawn.popleft()
         self._has_drawn = True
@@ -148,15 +149,12 @@ class SlicedOrder:
         return IndexSpan(chosen, 0, part.stop - part.start, span.batches, span.end, share)
 
     def position(self) -> Position:
-        """As in :class:`Order`."""
         return self._whole.position()
 
     def has_drawn_since(self, position: Position) -> bool:
-        """As in :class:`Order`."""
         return self._whole.has_drawn_since(position)
 
     def completed(self, position: Position) -> Position:
-        """As in :class:`Order`."""
         return self._whole.completed(position)
 
 
@@ -193,7 +191,7 @@ class SlicedLoader(Forwarding):
         if parts is None:
             raise ValueError(
                 f"loader must yield batches that can be split along their samples, got a {type(batch).__name__}. "
-                "A DataLoader with a batch_size is split before it loads:\n"
+                "Pass a DataLoader with a batch_size, whose indices are split instead of its batches:\n"
                 "    loader = DataLoader(dataset, batch_size=..., collate_fn=...)"
             )
         return parts[1], share

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from flatout.core.formatting import first_line
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.standard_error import say
+from flatout.core.timers import after
 
 T = TypeVar("T")
 
@@ -30,7 +30,6 @@ _VALUES = 12
 
 _LEVEL, _KIND, _IS_OUT_OF_MEMORY, _CALL, _FIRST = 0, 1, 2, 3, 4
 """Places in a message: the number of attempts around a failure, or 0; the type of the error; the call; the values."""
-
 
 STEP = "run.step"
 """Call of every step, which waits for other ranks as a rule."""
@@ -68,22 +67,23 @@ class RanksApart(RuntimeError):
     """Ranks have made different calls, so that they cannot agree on anything."""
 
 
-@contextmanager
-def own_error() -> Iterator[None]:
-    """Raise the error of this rank in place of the ``RankFailure`` that it has caused."""
-    own: BaseException | None = None
-    try:
-        yield
-    except RankFailure as failure:
-        own = failure.__cause__
-        if own is None:
-            raise
-    if own is not None:
-        context = own.__context__
-        try:
-            raise own
-        finally:
-            own.__context__ = context  # not the failure of the ranks, which would be printed first
+class OwnError:
+    """Context manager that raises the error of this rank in place of the ``RankFailure`` that it has caused.
+
+    A class, because every step enters it: a generator takes a microsecond.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        own = error.__cause__ if isinstance(error, RankFailure) else None
+        if own is not None:
+            context = own.__context__
+            try:
+                raise own
+            finally:
+                own.__context__ = context  # not the failure of the ranks, which would be printed first
 
 
 class Message:
@@ -100,7 +100,7 @@ class Message:
 
 
 class Agreement:
-    """Agreement of a single process with itself: every value is agreed already. ``Ranks`` is the one of several.
+    """Agreement of a single process with itself: every value is agreed already.
 
     Attributes:
         rank: number of this process, from 0.
@@ -124,10 +124,6 @@ class Agreement:
     def all_hold(self, condition: bool) -> bool:
         """Return True if a condition holds on all ranks."""
         return not any(self.largest([not condition]))
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over all ranks."""
-        return list(values)
 
     def first(self, value: T) -> T:
         """Return rank 0's value. It must be picklable."""
@@ -170,7 +166,7 @@ ALONE = Agreement()
 """Agreement of a training in one process."""
 
 
-class Ranks(Agreement):
+class GroupAgreement(Agreement):
     """Agreement of all ranks of the default process group. Each call takes about 0.1 ms on one machine.
 
     All ranks must make the same calls in the same order, from their main threads. A rank may leave this order only by
@@ -194,22 +190,20 @@ class Ranks(Agreement):
     def largest(self, values: Sequence[float]) -> list[float]:
         return [math.nan if any(map(math.isnan, column)) else max(column) for column in self._columns(values)]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        return [math.fsum(column) for column in self._columns(values)]
-
     def now(self) -> float:
         return self._exchange([time.perf_counter()])[0][0]
 
     def first(self, value: T) -> T:
+        box = [encoded(value) if self.rank == 0 else b""]  # an error here must come before the collective
         self.check()
-        box = [_encoded(value)]
         with _lost():
             dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return _decoded(box[0])
+        return decoded(box[0])
 
     def every(self, value: T) -> list[T]:
+        data = encoded(value)
         self.check()
-        return self._gathered(value)
+        return [decoded(each) for each in self._gathered(data)]
 
     def check(self) -> None:
         self._exchange(())
@@ -259,7 +253,7 @@ class Ranks(Agreement):
             dist.all_reduce(message, group=self._group)
         rows = message.tolist()
         if any(row[_CALL] != rows[0][_CALL] for row in rows):
-            calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._gathered(self._call))]
+            calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._texts(self._call))]
             raise RanksApart(f"all ranks must make the same calls, got {', '.join(calls)}. Make each call on all ranks")
         return rows
 
@@ -270,13 +264,8 @@ class Ranks(Agreement):
             yield
             return
         text = f"{self._call} waits for the other ranks. Call it on all ranks, not on rank {self.rank} alone"
-        timer = threading.Timer(PATIENCE_SECONDS, say, [text])
-        timer.daemon = True
-        timer.start()
-        try:
+        with after(PATIENCE_SECONDS, lambda: say(text)):
             yield
-        finally:
-            timer.cancel()
 
     def _fail(self, error: Exception) -> None:
         """Send an error of this rank. Return if all ranks have sent one of the same type from the same attempt.
@@ -301,27 +290,30 @@ class Ranks(Agreement):
             text: error of this rank; empty if it has not failed.
         """
         failed = [row for row in rows if row[_LEVEL]]
-        told = [each for each in self._gathered(text) if each]
+        told = [each for each in self._texts(text) if each]
         kind = RankOutOfMemory if all(row[_IS_OUT_OF_MEMORY] for row in failed) else RankFailure
         failure = kind(told[0])
         failure.level = int(min(row[_LEVEL] for row in failed))
         return failure
 
-    def _gathered(self, value: T) -> list[T]:
+    def _texts(self, text: str) -> list[str]:
+        return [data.decode() for data in self._gathered(text.encode())]
+
+    def _gathered(self, data: bytes) -> list[bytes]:
         box: list[Any] = [None] * self.size
         with _lost():
-            dist.all_gather_object(box, _encoded(value), group=self._group)
-        return [_decoded(each) for each in box]
+            dist.all_gather_object(box, data, group=self._group)
+        return box
 
 
-def _encoded(value: Any) -> bytes:
-    """Return a value as bytes: torch's collectives cannot unpickle the storage of a tensor (torch 2.14)."""
+def encoded(value: Any) -> bytes:
+    """Return a value as bytes. Plain pickles, as of torch's collectives, cannot hold uint32 tensors (torch 2.14)."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
-def _decoded(data: bytes) -> Any:
+def decoded(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 

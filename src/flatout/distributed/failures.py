@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
+from flatout.core.timers import after
 from flatout.distributed.agreement import LostRank, RankFailure
 
 _INTERVAL = 0.5
@@ -69,7 +70,8 @@ class FailureMonitor:
 
     A rank that fails shows its traceback as usual, and then puts its failure into the group's store. The threads of the
     other ranks find the failure there. They end their processes, because nothing wakes a rank that is blocked in a
-    collective. A rank whose collective fails shows the first failure in place of its own traceback.
+    collective. A collective fails because another rank has failed. The rank then shows that failure instead of its own
+    traceback.
 
     Args:
         group: the default process group.
@@ -221,14 +223,8 @@ def limited() -> Iterator[None]:
     if _monitor is None or not _monitor.has_failed:
         yield
         return
-    timer = threading.Timer(_CLOSING, _end)
-    timer.daemon = True
-    timer.start()
-    try:
+    with after(_CLOSING, _end):
         yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def _is_of_another_rank(error: BaseException | None) -> bool:

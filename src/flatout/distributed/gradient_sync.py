@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.distributed.agreement import Agreement, RankFailure
+
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 << 20
@@ -19,7 +22,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class UnusedParameters(RuntimeError):
-    """A backward has given some parameters no gradient, so that DDP still waits for these."""
+    """Some parameters got no gradient in a backward, and DDP still waits for these."""
 
 
 class _Call(nn.Module):
@@ -41,9 +44,10 @@ class _Progress:
         is_complete: True if the last bucket was among them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self.launched = 0
         self.is_complete = True
+        self._ranks = ranks
 
     def begin(self) -> None:
         self.launched, self.is_complete = 0, False
@@ -51,7 +55,7 @@ class _Progress:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.launched += 1
         self.is_complete = bucket.is_last()
-        mean = bucket.buffer().div_(dist.get_world_size())  # before the sum, which may overflow 16 bits
+        mean = bucket.buffer().div_(self._ranks)  # before the sum, which may overflow 16 bits
         summed = dist.all_reduce(mean, async_op=True).get_future()
         return summed.then(lambda future: future.value()[0])
 
@@ -66,54 +70,68 @@ class GradientSync:
     :meth:`complete` pays it with zeros. After that, :meth:`reset` on all ranks makes the next step possible.
 
     Args:
-        modules: the trained modules, on the device of this rank. With ``broadcasts``, their parameters and buffers
-            become those of rank 0.
-        find_unused: allow steps in which a parameter gets no gradient. This costs a walk through the graph.
-        broadcasts: False if parameters and buffers are known to be equal on all ranks.
+        modules: the trained modules, on the device of this rank. Their parameters and buffers become those of rank 0.
+        ranks: agreement of all ranks.
+
+    Attributes:
+        is_inside: True while a call inside ``run`` or ``alone`` runs.
+        finds_unused: True if a parameter may get no gradient in a step. This costs a walk through the graph.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], *, find_unused: bool = False, broadcasts: bool = True) -> None:
-        self.modules = list(modules)
+    def __init__(self, modules: Sequence[nn.Module], ranks: Agreement) -> None:
         self.is_inside = False
-        """True while a call inside ``run`` or ``alone`` runs."""
-        self._progress = _Progress()
-        self._make(find_unused=find_unused, broadcasts=broadcasts)
+        self._modules = list(modules)
+        self._ranks = ranks
+        self._progress = _Progress(ranks.size)
+        self._make(find_unused=False, broadcasts=True)
 
     def _make(self, *, find_unused: bool, broadcasts: bool) -> None:
         self.finds_unused = find_unused
         self._strides = self._present_strides
         self._ddp = DistributedDataParallel(
-            _Call(self.modules), find_unused_parameters=find_unused, init_sync=broadcasts
+            _Call(self._modules), find_unused_parameters=find_unused, init_sync=broadcasts
         )
         progress = self._progress
         self._ddp.register_comm_hook(None, lambda state, bucket: progress.reduce(bucket))
 
-    def remake(self, *, find_unused: bool | None = None) -> None:
-        """Make a new reducer, because parameters have other strides, or some may get no gradient from now on.
-
-        Args:
-            find_unused: as in the constructor; None: as before.
-        """
-        self.remove()
-        self._make(find_unused=self.finds_unused if find_unused is None else find_unused, broadcasts=False)
-
     @property
     def _present_strides(self) -> list[tuple[int, ...]]:
-        return [p.stride() for module in self.modules for p in module.parameters()]
+        return [p.stride() for module in self._modules for p in module.parameters()]
 
     def refresh(self) -> bool:
-        """Make a new reducer if parameters have other strides, which DDP would bridge by copies.
+        """Make a new DDP if parameters have other strides than before, as with channels_last. The old one would copy.
 
         Returns:
-            True if there is a new one. Its next step settles its buckets.
+            True if there is a new one.
         """
         has_changed = self._strides != self._present_strides
         if has_changed:
-            self.remake()
+            self.remove()
+            self._make(find_unused=self.finds_unused, broadcasts=False)
         return has_changed
 
+    def allow_unused(self, error: RuntimeError) -> bool:
+        """Allow parameters without gradients from now on, if a step has failed on some rank because of one.
+
+        All ranks must call this after a failed step.
+
+        Args:
+            error: error of this rank in that step.
+
+        Returns:
+            True if the step can be taken again.
+        """
+        if self.finds_unused or not isinstance(error, (RankFailure, UnusedParameters)):
+            return False
+        is_own = isinstance(error, UnusedParameters) or isinstance(error.__cause__, UnusedParameters)
+        if self._ranks.all_hold(not is_own):
+            return False
+        self.remove()
+        self._make(find_unused=True, broadcasts=False)
+        return True
+
     def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return ``call(*args, **kwargs)``. Its backward averages the gradients over all ranks."""
+        """Call a function that calls the model. The backward from its result averages the gradients over all ranks."""
         self._progress.begin()
         with self.alone():
             return self._ddp(call, args, kwargs)
@@ -158,16 +176,19 @@ class GradientSync:
 
         A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
         """
-        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
-        parameters = list({id(p): p for p in parameters}.values())
-        has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-        dist.all_reduce(has_gradient)
-        for p, ranks in zip(parameters, has_gradient.tolist(), strict=True):
-            if ranks and p.grad is None:
-                p.grad = torch.zeros_like(p)
+        parameters = list(
+            {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}.values()
+        )
+        has_gradient = bytes(p.grad is not None for p in parameters)
+        pattern = float(zlib.crc32(has_gradient))
+        # Agreed on the host, so that nothing waits for a GPU.
+        if self._ranks.largest([pattern, -pattern]) != [pattern, -pattern]:
+            for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
+                if any(of_ranks) and p.grad is None:
+                    p.grad = torch.zeros_like(p)
         reduced = []
         for grads in _chunks([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(dist.get_world_size())
+            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size)
             reduced.append((grads, flat, dist.all_reduce(flat, async_op=True)))
         for grads, flat, work in reduced:
             work.wait()
@@ -189,7 +210,7 @@ class GradientSync:
         """Return the mean of a tensor over all ranks, without a wait of the host for a CUDA device."""
         value = value.clone()
         dist.all_reduce(value)
-        return value.div_(dist.get_world_size())
+        return value.div_(self._ranks.size)
 
     def remove(self) -> None:
         """Remove the hooks of DDP from the parameters."""

@@ -1,4 +1,4 @@
-"""Process groups under ``torchrun``: the default group is made if the script has none, with a gloo group beside it."""
+"""Process groups: the default group, made under ``torchrun`` if the script has none, and a gloo group beside it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ TIMEOUT = timedelta(minutes=30)
 _is_joined = False
 _control: Any = None
 """The default group, and the control group beside it."""
+
+
+def group_size() -> int:
+    """Return the number of processes in the default process group; 1 without a group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_launched() -> bool:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class
-from flatout.core.process_group import group_size
+from flatout.distributed.process_group import group_size
 from flatout.mfu.counting import is_counting
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout.core.batches import batch_size_of, resized, to_device
-from flatout.core.process_group import group_size
 from flatout.data import seed_samples
 from flatout.data.loaders import (
     RESIZED_FROM,
@@ -20,6 +19,7 @@ from flatout.data.loaders import (
     with_batch_size,
 )
 from flatout.data.seeding import is_seeded
+from flatout.distributed.process_group import group_size
 from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique
 from flatout.techniques.candidate import Candidate, ResizingCandidate
 from flatout.training.autocast import autocast_dtype

@@ -26,23 +26,26 @@ class Replicas(Candidate):
         self._model = weakref.ref(job.spec.model)
         self._job = weakref.ref(job)
         self._class: type[nn.Module] | None = None
+        self._sync: weakref.ref[GradientSync] | None = None
 
     def _turn_on(self) -> None:
         job, model = self._job(), self._model()
         if job is None or model is None:
             return
-        job.stepper.sync = sync = GradientSync(job.spec.modules)
+        job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks)
         job.objective.plain = sync.alone
+        self._sync = weakref.ref(sync)
         if not isinstance(model, torch.jit.ScriptModule):
             self._class = _synchronized_class(type(model), sync)
             model.__class__ = self._class
 
     def _turn_off(self) -> None:
-        model, cls = self._model(), self._class
-        if model is not None and cls is not None:
-            cls.flatout_sync.remove()  # type: ignore[attr-defined]
-            take_class_out(model, cls)
-        job = self._job()
+        job, model = self._job(), self._model()
+        sync = None if self._sync is None else self._sync()
+        if sync is not None:
+            sync.remove()
+        if model is not None and self._class is not None:
+            take_class_out(model, self._class)
         if job is not None:
             job.stepper.sync, job.objective.plain = None, nullcontext
 
@@ -59,7 +62,7 @@ def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Mo
     def no_sync(self: Any) -> AbstractContextManager[None]:
         return sync.no_sync()
 
-    synchronized = instance_class(base, __call__=__call__, no_sync=no_sync, flatout_sync=sync)
+    synchronized = instance_class(base, __call__=__call__, no_sync=no_sync)
     return synchronized
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flatout.core.kinds import check_kinds, check_number
-from flatout.core.process_group import group_size
 from flatout.data.remote import WorkerError
-from flatout.distributed.agreement import own_error
+from flatout.distributed.agreement import OwnError
+from flatout.distributed.process_group import group_size
 from flatout.training.checkpoint.folder import Folder
 from flatout.training.checkpoint.termination import Termination
 from flatout.training.progress_bar import EpochProgress
@@ -124,7 +124,7 @@ class Keeper:
         return self
 
     def _resume(self) -> None:
-        with own_error(), self._ranks.attempt("run.fit"):
+        with OwnError(), self._ranks.attempt("run.fit"):
             state = self._ranks.first(None if self._folder is None else self._folder.newest())
         if state is None:
             return

@@ -38,7 +38,6 @@ class TrainingLoader(CopiedAsWrapped):
         self._end_of_epoch = end_of_epoch
         self._goes_on = False
         self._source: Iterable[Any] | None = None
-        self._share: BatchShare | None = None
         self._sampler_epoch = SamplerEpoch(original_of(job.data.loader), job.spec.ranks)
 
     @property
@@ -58,21 +57,19 @@ class TrainingLoader(CopiedAsWrapped):
     @property
     def share(self) -> BatchShare | None:
         """Share of this rank in the batch that was yielded last; None if the loader is not sliced."""
-        return self._share
+        return self._prefetcher.share
 
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
         self._sampler_epoch.begin()
-        prefetcher = self._prefetcher
-        batches = iter(prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
-        return self._epoch(batches, prefetcher, time.perf_counter() - begun)
+        batches = iter(self._prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
+        return self._epoch(batches, time.perf_counter() - begun)
 
-    def _epoch(self, opened: Iterator[Any], prefetcher: Prefetcher, seconds: float) -> Iterator[Any]:
+    def _epoch(self, opened: Iterator[Any], seconds: float) -> Iterator[Any]:
         """Yield the batches of one epoch.
 
         Args:
             opened: yields the batches.
-            prefetcher: has opened them.
             seconds: time that opening the epoch took.
         """
         if not self._goes_on:
@@ -84,7 +81,6 @@ class TrainingLoader(CopiedAsWrapped):
                 if seconds:
                     self._counter.waited(seconds)
                 is_empty, seconds = False, 0.0
-                self._share = prefetcher.share
                 yield batch
                 objects.between_steps()
         self._sampler_epoch.end()

@@ -13,8 +13,6 @@ from torch import Tensor
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
-from flatout.distributed.agreement import RankFailure, own_error
-from flatout.distributed.gradient_sync import UnusedParameters
 from flatout.training.autocast import autocast_dtype
 from flatout.training.micro_batches import Part, part_sizes
 from flatout.training.step_checkpoint import StepCheckpoint, aside
@@ -69,49 +67,37 @@ class Recovery:
                 step. If gradients of earlier batches already hold a part of this batch, they are dropped, and the error
                 says so.
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
-            RankFailure: the step failed on another rank of the training, whose error the message holds.
+            RankFailure: the step failed on some of the ranks.
         """
-        with own_error():
-            stepper, begun, failure = self._stepper, self._begin(), ""
+        stepper, begun, failure = self._stepper, self._begin(), ""
+        try:
+            parts = self._micro.parts(batch)
+        except BaseException:
+            begun.random.restore()
+            raise
+        # Ranks decide by the limit, which is the same: one may have a sample more, and so compute two parts.
+        if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
             try:
-                parts = self._micro.parts(batch)
-            except BaseException:
-                begun.random.restore()
-                raise
-            # Ranks of one training take the same way, whatever the number of their samples.
-            if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
-                try:
-                    return stepper.step_in_parts(parts, phase)
-                except RuntimeError as error:
-                    if self._left_unused(error):
-                        begun.undo()
-                        begun.random.restore()
-                    elif not ran_out_of_memory(error):
-                        raise
-                    else:
-                        failure = formatting.first_line(error)
-                # Here the error is freed, and with it the frames that hold the graph.
-                if stepper.pending > begun.pending:
-                    loss = stepper.last_loss
-                    assert loss is not None
-                    self._update_again(phase, failure)
-                    return loss
-            loss = self._gradients(batch, parts, begun, phase, failure)
-            stepper.count_batch(loss)
-            if stepper.is_due:
-                self.flush(phase)
-            return loss
-
-    def _left_unused(self, error: RuntimeError) -> bool:
-        """Return True if parameters got no gradient on some rank. All later steps then allow this."""
-        sync, ranks = self._stepper.sync, self._stepper.spec.ranks
-        if sync is None or sync.finds_unused or not isinstance(error, (RankFailure, UnusedParameters)):
-            return False
-        is_own = isinstance(error, UnusedParameters) or isinstance(error.__cause__, UnusedParameters)
-        if not ranks.largest([float(is_own)])[0]:
-            return False
-        sync.remake(find_unused=True)
-        return True
+                return stepper.step_in_parts(parts, phase)
+            except RuntimeError as error:
+                if stepper.sync is not None and stepper.sync.allow_unused(error):
+                    begun.undo()
+                    begun.random.restore()
+                elif ran_out_of_memory(error):
+                    failure = formatting.first_line(error)
+                else:
+                    raise
+            # Here the error is freed, and with it the frames that hold the graph.
+            if stepper.pending > begun.pending:
+                loss = stepper.last_loss
+                assert loss is not None
+                self._update_again(phase, failure)
+                return loss
+        loss = self._gradients(batch, parts, begun, phase, failure)
+        stepper.count_batch(loss)
+        if stepper.is_due:
+            self.flush(phase)
+        return loss
 
     def flush(self, phase: PhaseOf = as_range) -> bool:
         """Run ``Stepper.flush``. If the update runs out of memory, free cached memory and try again.
@@ -183,8 +169,8 @@ class Recovery:
                 raise
             why = f"in parts of {tried} it fails: {formatting.first_line(error)}"
             raise torch.OutOfMemoryError(self._message(failure, why, height)) from error
-        if self._stepper.sync is not None and self._micro.size is not None:
-            self._micro.size = -int(self._stepper.spec.ranks.largest([-self._micro.size])[0])
+        if self._micro.size is not None:
+            self._micro.size = int(self._stepper.spec.ranks.smallest([self._micro.size])[0])
         if self._micro.size != before:
             self._tell(whole.samples, begun)
         return result.loss

@@ -48,8 +48,9 @@ class StepRunner(Protocol):
 
 def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """Return ``loss * weight``, and 0 for weight 0, even if the loss is NaN. Its backward reaches all parameters."""
-    has_none = torch.as_tensor(weight, device=loss.device) == 0
-    return torch.where(has_none, 0, loss * weight).to(loss.dtype)
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0, loss * weight).to(loss.dtype)
+    return loss * weight if weight else (loss * 0).nan_to_num()
 
 
 class BatchLoss:
@@ -168,8 +169,8 @@ class Stepper:
         if self.sync is None:
             loss = self._of_parts(parts, phase)
         elif self.accumulate == 1 and self.micro_batches.size is None:
-            # Of two ranks, one may have a sample more, and so compute two parts. So the limit decides, which is the
-            # same. With accumulation, gradients of earlier batches would be averaged even if this batch fails.
+            # The limit decides, not the number of parts: one rank may have a sample more, and so compute two. With
+            # accumulation, the backward would average gradients of earlier batches even if this batch fails.
             loss = self._synchronized(self.sync, parts[0], phase)
         else:
             with self.together() as batch:
@@ -208,12 +209,13 @@ class Stepper:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[BatchLoss]:
-        """Compute the gradients of a batch inside the block, which fails on all ranks if it fails on one.
+        """Compute the gradients of a batch inside the block. If the block fails on one rank, it fails on all.
 
-        Unless the block averages the gradients over the ranks, ``flush`` does.
+        ``flush`` averages the gradients over the ranks, unless the block has done this.
 
         Yields:
-            Receives the loss of this rank. After the block it is the mean over all ranks.
+            An object whose ``loss`` the block sets to the loss of this rank. After the block, ``loss`` is the mean over
+            all ranks.
         """
         batch = BatchLoss()
         if self.sync is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.plan import CACHED
 from flatout.techniques import Candidate, NotApplicable
+from flatout.tuning.choices import Choices
+from flatout.tuning.request import Request
 
 
 class _Labeled(Protocol):
@@ -31,13 +35,33 @@ def applies_on_all(ranks: Agreement) -> Iterator[None]:
         raise NotApplicable(str(failure)) from failure
 
 
-def check_same(ranks: Agreement, arguments: Mapping[str, Any]) -> None:
+_SAME = (
+    "accumulate",
+    "batch_size",
+    "budget",
+    "deterministic",
+    "expected_steps",
+    "lr_rule",
+    "max_grad_norm",
+    "memory_limit",
+)
+"""Arguments of ``optimize`` that change the trials."""
+
+
+def check_same(ranks: Agreement, request: Request, choices: Choices) -> None:
     """Reject arguments that differ between ranks, because all ranks must make the same trials.
 
     Raises:
         ValueError: an argument differs. The message names it.
     """
-    given = ranks.every({name: repr(value) for name, value in arguments.items()})
+    if ranks.size == 1:
+        return
+    arguments = {name: repr(getattr(request, name)) for name in _SAME}
+    arguments["plan"] = repr(request.plan == CACHED)
+    arguments["techniques"] = json.dumps(
+        dict(choices.values), sort_keys=True, default=lambda value: type(value).__name__
+    )
+    given = ranks.every(arguments)
     for name in arguments:
         values = [each[name] for each in given]
         if len(set(values)) > 1:

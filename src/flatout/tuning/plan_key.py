@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from flatout.core.batches import objects_of, tensors_within
 from flatout.core.machine import cpu_name, text_of, usable_cores
-from flatout.core.process_group import group_size
 from flatout.core.source_code import hash_of_source, hashes_of_source
 from flatout.core.version import __version__
 from flatout.data.loaders import original_of
+from flatout.distributed.process_group import group_size
 from flatout.plan import SCHEMA_VERSION
 from flatout.techniques.sdpa_backend import attention_kernels
 from flatout.training.spec import Spec

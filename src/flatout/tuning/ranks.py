@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from flatout.core.dtensor import is_distributed
-from flatout.core.process_group import group_size
 from flatout.data.loaders import TORCHS_SAMPLERS
-from flatout.data.sharding import shards_of, why_not_split
 from flatout.distributed import process_group
-from flatout.distributed.agreement import ALONE, Agreement, Ranks
+from flatout.distributed.agreement import ALONE, Agreement, GroupAgreement
+from flatout.distributed.process_group import group_size
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 """Module prefixes of wrapper classes: DDP, FSDP, ``fully_shard`` and ``replicate``."""
@@ -47,26 +46,12 @@ class Parallel:
     """Part of this process in a training on several devices.
 
     Attributes:
-        ranks: agreement with the ranks that train the same model.
-        wraps: True if the plain model becomes data-parallel.
+        ranks: agreement with the ranks that train the same model. With several, the model becomes data-parallel.
         device: device of this rank; None if that is not chosen here.
     """
 
     ranks: Agreement = ALONE
-    wraps: bool = False
     device: torch.device | None = None
-
-    def slices(self, loader: Iterable[Any]) -> bool:
-        """Return True if each rank trains on a slice of every batch. A loader that is sharded already stays as it is.
-
-        Raises:
-            ValueError: nothing tells the samples of one rank from those of another.
-        """
-        if not self.wraps or shards_of(loader) > 1:
-            return False
-        if reason := why_not_split(loader):
-            raise ValueError(f"loader must be split over the ranks: {reason}")
-        return True
 
 
 TRAINS_ALONE = Parallel()
@@ -79,7 +64,7 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = T
     Args:
         parallel: argument of ``optimize``.
         modules: the modules that are trained.
-        trains: False for inference, in which each rank computes batches of its own.
+        trains: False for inference. The ranks do not work together then.
 
     Raises:
         ValueError: ``parallel`` is ``"ddp"``, but there is only one process, nothing is trained, or the model comes
@@ -110,7 +95,7 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = T
         return TRAINS_ALONE
     if group_size() < 2 or comes_wrapped:
         return Parallel(device=device)
-    return Parallel(Ranks(process_group.control_group()), wraps=True, device=device)
+    return Parallel(GroupAgreement(process_group.control_group()), device)
 
 
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:

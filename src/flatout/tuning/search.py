@@ -18,6 +18,7 @@ from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.combination_stage import decide_factors
 from flatout.tuning.costs import costs_of
+from flatout.tuning.gradient_buckets import refresh
 from flatout.tuning.ledger import Decision
 from flatout.tuning.lockstep import applies_on_all
 from flatout.tuning.race import RaceResult, race, shortest_race
@@ -164,7 +165,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
             with session.stage(f"looking at {technique.title}"):
                 row = _advise(technique, session)
                 session.ledger.add(Decision(row))
-    session.refresh_sync()
+    refresh(bench)
     job.data.batches = ()
     for candidate in session.ledger.candidates:
         if isinstance(candidate, ResizingCandidate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,6 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.cleanup import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
-from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
@@ -26,10 +24,9 @@ from flatout.data import is_rewindable
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
+from flatout.data.sharding import shards_of
 from flatout.data.slices import sliced, why_not_sliced
-from flatout.distributed.agreement import Agreement
-from flatout.distributed.gradient_sync import GradientSync
-from flatout.plan import CACHED, Plan, fingerprint
+from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
@@ -38,13 +35,13 @@ from flatout.training.first_step import check_step
 from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
-from flatout.training.micro_batches import Part
 from flatout.training.spec import Spec, device_of
 from flatout.tuning import timing
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
+from flatout.tuning.gradient_buckets import settle
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
@@ -74,8 +71,7 @@ class Session:
         parallel: part of this process in a training on several devices.
 
     Attributes:
-        loader: the user's loader, with a seed for each sample if requested.
-        parallel: the argument.
+        loader: the user's loader, with a seed for each sample if requested; on several ranks, a slice of each batch.
         job: the training.
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
@@ -97,15 +93,15 @@ class Session:
     def __init__(self, request: Request, choices: Choices, parallel: Parallel = TRAINS_ALONE) -> None:
         self.request = request
         self.choices = choices
-        self.parallel = parallel
-        _check_same(request, choices, parallel.ranks)
+        check_same(parallel.ranks, request, choices)
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
         loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
-        self.loader = sliced(loader, parallel.ranks) if parallel.slices(loader) else loader
+        keeps_shards = parallel.ranks.size > 1 and shards_of(loader) > 1
+        self.loader = loader if keeps_shards else sliced(loader, parallel.ranks)
         spec = Spec(
             model=request.model,
-            device=device_of(request.model, request.device, self.parallel.device),
+            device=device_of(request.model, request.device, parallel.device),
             optimizer=request.optimizer,
             loss_fn=request.loss_fn,
             compute_loss=request.compute_loss,
@@ -119,19 +115,19 @@ class Session:
             max_grad_norm=request.max_grad_norm,
             deterministic=deterministic,
             reproducible=is_reproducible() and not request.deterministic,
-            ranks=self.parallel.ranks,
+            ranks=parallel.ranks,
         )
-        self.apart = "" if self.parallel.wraps else why_apart(spec.modules, spec.optimizer, self.loader)
+        self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
-        if parallel.wraps and self.loader is loader:
+        if keeps_shards:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
         own_steps = request.expected_steps or self._default_steps()
-        self.expected_steps = int(parallel.ranks.largest([own_steps])[0])
+        self.expected_steps = int(spec.ranks.largest([own_steps])[0])
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
         self.ledger = Ledger()
         self.progress = Progress()
         self.own_size = size_of(self.job)
-        self.load_average, self.cores = parallel.ranks.first((load_average(), usable_cores()))
+        self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
         self.retried: frozenset[str] = frozenset()
         self._undo: list[Callable[[], object]] = []
@@ -161,12 +157,11 @@ class Session:
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
-        if self.parallel.wraps and spec.ranks.rank:  # the weights of rank 0 replace those of the others
+        if spec.ranks.rank:  # the weights of rank 0 replace those of the others
             own = Snapshot.capture(spec.modules, spec.optimizer, on=torch.device("cpu"))
             self._undo.append(own.restore)
         with self.stage("applying rules"):
             self._apply_rules(after_first_step=False)
-        sync = job.stepper.sync
         job.stepper.waits_for_all = True
         self._guard.callback(setattr, job.stepper, "waits_for_all", False)
         snapshot = self._capture()
@@ -188,42 +183,11 @@ class Session:
             job.objective.draws = not ranks.all_hold(not job.objective.draws)
             if not job.objective.has_loss:
                 self.choices.check(job)
-            if sync is not None:
-                self._first_synchronized_step(sync)
+            settle(self.bench)
             self._apply_rules(after_first_step=True)
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
         self.tuner = Tuner(self.bench, self.choices)
-
-    def _first_synchronized_step(self, sync: GradientSync) -> None:
-        """Allow parameters without gradients if the first batch leaves some out on any rank, and settle the buckets.
-
-        DDP orders its buckets by the first backward. With more than two ranks the order changes the rounding of sums.
-        So a resumed training would differ in its first step.
-        """
-        job, ranks = self.job, self.job.spec.ranks
-        with _unless_out_of_memory(), ranks.attempt():
-            job.stepper.add_gradients(Part(job.data.batches[0]))
-        parameters = [p for module in job.spec.modules for p in module.parameters() if p.requires_grad]
-        is_used = any(p.grad is not None for p in parameters)
-        has_unused = is_used and any(p.grad is None for p in parameters)
-        self.bench.rewind()
-        if ranks.largest([float(has_unused)])[0]:
-            sync.remake(find_unused=True)
-        elif job.spec.optimizer is not None and is_used:
-            self._settle_buckets()
-
-    def _settle_buckets(self) -> None:
-        """Take a step that orders the buckets of DDP, unless it runs out of memory."""
-        with _unless_out_of_memory(), self.job.spec.ranks.attempt():
-            self.job.stepper.step(self.job.data.batches[0])
-        self.bench.rewind()
-
-    def refresh_sync(self) -> None:
-        """Adapt DDP to the memory format that was decided."""
-        sync = self.job.stepper.sync
-        if sync is not None and sync.refresh() and self.job.spec.optimizer is not None:
-            self._settle_buckets()
 
     def pause(self) -> None:
         """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
@@ -382,18 +346,6 @@ class Session:
         return taken
 
 
-def _check_same(request: Request, choices: Choices, ranks: Agreement) -> None:
-    """Reject arguments that differ between ranks and change the trials.
-
-    Raises:
-        ValueError: an argument differs.
-    """
-    names = ("accumulate", "batch_size", "budget", "deterministic", "expected_steps", "lr_rule", "max_grad_norm")
-    arguments = {name: getattr(request, name) for name in (*names, "memory_limit")}
-    techniques = json.dumps(dict(choices.values), sort_keys=True, default=lambda value: type(value).__name__)
-    check_same(ranks, {**arguments, "plan": request.plan == CACHED, "techniques": techniques})
-
-
 def _lr_rule(request: Request, choices: Choices) -> str:
     """Return the argument ``lr_rule``, or for "auto" the rule of a given batch size, else the optimizer's."""
     if request.lr_rule != "auto":
@@ -402,13 +354,3 @@ def _lr_rule(request: Request, choices: Choices) -> str:
         return "none"
     size = choices.of(BATCH_SIZE)
     return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)
-
-
-@contextlib.contextmanager
-def _unless_out_of_memory() -> Iterator[None]:
-    """Ignore an error of memory inside the block, because later stages find parts of batches that fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise

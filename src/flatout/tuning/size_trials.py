@@ -11,7 +11,7 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, tensors_within
 from flatout.core.machine import available_memory
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
-from flatout.core.process_group import group_size
+from flatout.distributed.process_group import group_size
 from flatout.techniques.batch_size import BatchCandidate
 from flatout.training.micro_batches import part_sizes
 from flatout.tuning.size_finder import Found, find

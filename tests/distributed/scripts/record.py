@@ -14,7 +14,7 @@ import flatout
 
 
 class Record:
-    """What a script has done, written by ``end`` to ``folder/RANK.pt``.
+    """Record of a training. ``end`` writes it to the file ``folder/RANK.pt``.
 
     Args:
         folder: an existing folder.
