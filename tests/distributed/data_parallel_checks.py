@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.distributed.agreement import RankFailure, RanksApart
+from flatout.techniques import REGISTRY, Measured
 
 SAMPLES, BATCH, CLASSES, WIDTH = 96, 12, 3, 10
 
@@ -427,4 +428,24 @@ def a_loader_is_sliced(samples: int, shuffle: bool, loss: str) -> None:
     )
     torch.manual_seed(11 + dist.get_rank())
     assert_same_training(model, reference, trained(run, 3), expected)
+    run.undo()
+
+
+def the_rate_is_that_of_all_ranks() -> None:
+    model = net()
+    run = flatout.optimize(
+        model,
+        loader_of(SAMPLES, shuffle=False),
+        optimizer_of(model, "adamw"),
+        cross_entropy,
+        budget=1.0,
+        plan=None,
+        parallel="ddp",
+        expected_steps=100_000,
+        techniques={technique.name: False for technique in REGISTRY if isinstance(technique, Measured)},
+    )
+    pace = run.report.summary.before
+    assert pace is not None
+    assert pace.samples_per_second * pace.total_ms / 1e3 == pytest.approx(BATCH)
+    assert run.report.summary.epoch_samples == SAMPLES
     run.undo()

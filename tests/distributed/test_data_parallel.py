@@ -113,3 +113,7 @@ def test_a_signal_to_one_rank_saves_on_all(pair, tmp_path, rank):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_is_sliced(pool, samples, shuffle, loss):
     pool(checks.a_loader_is_sliced, samples, shuffle, loss)
+
+
+def test_the_rate_is_that_of_all_ranks(pool):
+    pool(checks.the_rate_is_that_of_all_ranks)

@@ -121,6 +121,10 @@ class Agreement:
         """Return the smallest of each value over all ranks. See ``largest``."""
         return [-value for value in self.largest([-value for value in values])]
 
+    def total(self, number: float) -> float:
+        """Return the sum of a number over all ranks."""
+        return number
+
     def all_hold(self, condition: bool) -> bool:
         """Return True if a condition holds on all ranks."""
         return not any(self.largest([not condition]))
@@ -189,6 +193,9 @@ class GroupAgreement(Agreement):
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return [math.nan if any(map(math.isnan, column)) else max(column) for column in self._columns(values)]
+
+    def total(self, number: float) -> float:
+        return math.fsum(row[0] for row in self._exchange([number]))
 
     def now(self) -> float:
         return self._exchange([time.perf_counter()])[0][0]

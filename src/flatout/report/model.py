@@ -154,7 +154,7 @@ class Pace:
     Attributes:
         step_ms: forward, backward and update, milliseconds.
         load_ms: waiting for the next batch, milliseconds.
-        samples_per_second: samples of a batch / (load + step).
+        samples_per_second: samples of a batch, on all ranks together / (load + step).
         mfu: model FLOPs utilization, 0..1, relative to the peak in the used precision; None if unknown.
         phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty if unknown.
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.

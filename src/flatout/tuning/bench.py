@@ -108,6 +108,11 @@ class Bench:
         """Agreement with the other ranks, which run the same trials."""
         return self.job.spec.ranks
 
+    @property
+    def batch_samples(self) -> int:
+        """Number of samples of all ranks in the first batch."""
+        return int(self.ranks.total(batch_size_of(self.job.data.batches[0])))
+
     def rewind(self, *, to_train: bool = True) -> None:
         """Restore the training state, with exactly the kept candidates on.
 
@@ -288,8 +293,7 @@ class Bench:
             blocks = [timed_block(self._step, turn, job.spec.device, self.ranks) for turn in turns]
             walls = [wall for block in blocks for wall in block.wall]
             step, spread = median(walls), tuple((0.0, 1e3 * wall) for wall in walls)
-            samples = self.ranks.largest([batch_size_of(batches[0])])[0]
-            pace = Pace(1e3 * step, 0.0, samples / step, stretches=spread)
+            pace = Pace(1e3 * step, 0.0, self.batch_samples / step, stretches=spread)
         self.rewind()
         if is_long and len(blocks) > 1 and not self._noise:
             self._noise[self._threads] = Noise.of(pairs_of(blocks), one_thread=False)

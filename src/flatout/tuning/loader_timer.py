@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
     Attributes:
         seconds: wall time.
         waited: the part of it spent on waiting for batches.
-        samples: number of samples of a rank.
+        samples: number of samples of all ranks.
         steps: number of batches.
         step_cpu: CPU seconds of this process between taking a batch and asking for the next one.
         load_cpu: CPU seconds of this process while waiting for batches.
@@ -176,10 +176,12 @@ class LoaderTimer:
         synchronize(job.spec.device)
         took, cpu = time.perf_counter() - start, time.process_time() - cpu
         own_updates = _updates([*ends, (start + took, waited)], job.spec.accumulate)
-        own = [took, waited, samples, cpu, load_cpu, *itertools.chain.from_iterable(own_updates)]
-        took, waited, of_rank, cpu, load_cpu, *times = ranks.largest(own)
+        own = [took, waited, cpu, load_cpu, *itertools.chain.from_iterable(own_updates)]
+        took, waited, cpu, load_cpu, *times = ranks.largest(own)
         updates = tuple(zip(times[::2], times[1::2], strict=True))
-        self._stretches.append(Stretch(took, waited, int(of_rank), done, cpu - load_cpu, load_cpu, updates))
+        self._stretches.append(
+            Stretch(took, waited, int(ranks.total(samples)), done, cpu - load_cpu, load_cpu, updates)
+        )
         rounds = math.ceil(self.queue / self._workers)
         self.refill_seconds = min(self.queue * took / done, rounds * self._round_seconds)
         self._is_started, self._is_empty = True, False
@@ -204,7 +206,7 @@ class LoaderTimer:
             samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
             synchronize(self._job.spec.device)
             took = self._ranks.largest([time.perf_counter() - start])[0]  # an epoch begins on all ranks, or on none
-        return self._ranks.smallest([samples / took])[0]
+        return self._ranks.total(samples) / took
 
     def discard(self) -> None:
         """Forget the stretches so far, because they warmed up."""

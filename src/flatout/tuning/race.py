@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from flatout.core.batches import batch_size_of
 from flatout.report.model import Gain, Pace, Row, Statistic
 from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique, Technique
 from flatout.tuning.bench import LONG_UPDATE, Bench, off
@@ -179,7 +178,7 @@ def _has_other_loader(bench: Bench) -> bool:
 def _step_loops(bench: Bench, candidates: Sequence[Candidate]) -> _Loops:
     """Return loops over the trial's batches alone, because the race must not read the loader."""
     job, new = bench.job, bench.blocks()
-    samples = job.spec.accumulate * batch_size_of(job.data.batches[0])
+    samples = job.spec.accumulate * bench.batch_samples
     stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
 
     def noted(block: Block, index: int) -> Block:

@@ -219,9 +219,11 @@ def _peak_of(session: Session) -> float | None:
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
-    """Return a pace with its MFU and other costs."""
+    """Return a pace with its MFU on one device, and other costs."""
     samples, _, flops = job.work(job.data.batches[0])
     if pace is None:
         return None
-    mfu = None if flops is None or peak is None else pace.samples_per_second * flops.total / samples / peak
-    return replace(pace, mfu=job.spec.ranks.first(mfu), **costs)
+    ranks, mfu = job.spec.ranks, None
+    if flops is not None and peak is not None:
+        mfu = pace.samples_per_second / ranks.size * flops.total / samples / peak
+    return replace(pace, mfu=ranks.first(mfu), **costs)

@@ -97,8 +97,8 @@ class Session:
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
         loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
-        keeps_shards = parallel.ranks.size > 1 and shards_of(loader) > 1
-        self.loader = loader if keeps_shards else sliced(loader, parallel.ranks)
+        self._shards = shards_of(loader) if parallel.ranks.size > 1 else 1
+        self.loader = loader if self._shards > 1 else sliced(loader, parallel.ranks)
         spec = Spec(
             model=request.model,
             device=device_of(request.model, request.device, parallel.device),
@@ -119,7 +119,7 @@ class Session:
         )
         self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
-        if keeps_shards:
+        if self._shards > 1:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
         own_steps = request.expected_steps or self._default_steps()
         self.expected_steps = int(spec.ranks.largest([own_steps])[0])
@@ -263,9 +263,9 @@ class Session:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of an epoch; None if the loader is no ``DataLoader`` of known length."""
+        """Samples of all ranks in an epoch; None if the loader is no ``DataLoader`` of known length."""
         length = known_length(self.loader) if isinstance(self.loader, DataLoader) else None
-        return None if length is None else length * self.own_size
+        return None if length is None else length * self.own_size * self._shards
 
     def close(self) -> None:
         """Remove the live line, and allow optimizers that the snapshot does not hold to step again."""
