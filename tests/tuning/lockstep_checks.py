@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import random
@@ -41,7 +42,7 @@ from tests.tuning.harness import Change
 REAL_SLEEP = time.sleep
 
 SECONDS = 60
-"""Time after which a run counts as a hang. The system then kills its process."""
+"""Time without a step after which a run counts as a hang. The process then shows its stack, and the system kills it."""
 
 PLACES = (
     "check",
@@ -69,6 +70,12 @@ Injected = "injected"
 
 def ranks() -> GroupAgreement:
     return GroupAgreement(control_group())
+
+
+def end_after_a_hang() -> None:
+    """Show the stack of this process after ``SECONDS`` without another call, and kill it."""
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(SECONDS)
 
 
 class Net(nn.Module):
@@ -298,13 +305,14 @@ def run_ends_alike(seed: int) -> None:
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         computed.append(target)
+        end_after_a_hang()
         return functional.cross_entropy(output, target)
 
     loss = TimedStep(machine, program.step_seconds, loss_fn).watch(model, optimizer)
     before = snapshot(model, optimizer)
     outcome: dict[str, Any] = {}
     error: Exception | None = None
-    signal.alarm(SECONDS)
+    end_after_a_hang()
     with running_on(machine, together.rank), failing(program, together.rank) as raised:
         try:
             run = flatout.optimize(
@@ -363,7 +371,7 @@ def loops_train_for_equally_many_batches() -> None:
     loader = DataLoader(Samples(machine, seconds / 8), batch_size=8)
     job = job_of(model, [], optimizer, loader=loader, loss_fn=loss_fn, ranks=together)
     counts = []
-    signal.alarm(SECONDS)
+    end_after_a_hang()
     with running_on(machine, together.rank):
         timer = LoaderTimer(job, loader)
         for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.stretch(40), lambda: timer.stretch(40, limit=4.0)):
@@ -395,7 +403,7 @@ def an_error_of_the_loss_ends_all_ranks(call: int) -> None:
 
     loader = DataLoader(Samples(), batch_size=8)
     before, begun = snapshot(model, optimizer), time.monotonic()
-    signal.alarm(SECONDS)
+    end_after_a_hang()
     with pytest.raises((KeyError, RankFailure)) as caught:
         flatout.optimize(model, loader, optimizer, loss, parallel="ddp", budget=5.0, device="cpu", plan=None)
     signal.alarm(0)
@@ -416,7 +424,7 @@ def arguments_that_differ_are_rejected(**of_rank_1: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Samples(), batch_size=8)
     arguments = of_rank_1 if together.rank == 1 else {}
-    signal.alarm(SECONDS)
+    end_after_a_hang()
     with pytest.raises(ValueError, match=f"{next(iter(of_rank_1))} must be the same on all ranks"):
         flatout.optimize(model, loader, optimizer, functional.cross_entropy, parallel="ddp", **arguments)
     signal.alarm(0)
@@ -448,7 +456,7 @@ def a_cached_plan_is_that_of_rank_0(folder: str) -> None:
     """Only rank 0 writes to its cache, and all ranks repeat its plan."""
     together = ranks()
     cache = os.path.join(folder, f"rank{together.rank}")
-    signal.alarm(SECONDS)
+    end_after_a_hang()
     runs = []
     with mock.patch.dict(os.environ, FLATOUT_CACHE=cache):
         for _ in range(2):

@@ -32,6 +32,7 @@ class Replicas(Candidate):
         job, model = self._job(), self._model()
         if job is None or model is None:
             return
+        job.spec.ranks.check()  # a rank that has failed before is not in the collectives of DDP
         job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks)
         job.objective.plain = sync.alone
         self._sync = weakref.ref(sync)
