@@ -104,6 +104,19 @@ def inner_and_outer_failures_end_in_the_outer_attempt() -> None:
     assert str(failure_of(program)) == "rank 0: TypeError: outer"
 
 
+def a_failure_before_a_call_stops_the_ranks_that_make_it() -> None:
+    agreed = ranks()
+
+    def program() -> None:
+        with agreed.attempt("run.fit"):
+            if agreed.rank == 1:
+                raise ValueError("no such size")
+            with agreed.attempt("run.step"):
+                pass
+
+    assert str(failure_of(program)) == TEXT
+
+
 def out_of_memory_is_told_apart() -> None:
     agreed = ranks()
 

@@ -26,6 +26,7 @@ def pool(request, tmp_path_factory):
         checks.the_same_error_of_all_ranks_stays,
         checks.an_outer_failure_passes_inner_handlers,
         checks.inner_and_outer_failures_end_in_the_outer_attempt,
+        checks.a_failure_before_a_call_stops_the_ranks_that_make_it,
         checks.out_of_memory_is_told_apart,
         checks.groups_do_not_mix,
     ],
