@@ -22,6 +22,7 @@ from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
 from flatout.profile import Profile, Step, profile_run
 from flatout.report import Report
+from flatout.report.model import RankPace
 from flatout.resume import Resumable
 from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint
@@ -129,6 +130,16 @@ class Run(Resumable, Described):
         The steps are those of :meth:`step`. For your own loop: ``run.stats.wrap(run.model)``.
         """
         return self._counter
+
+    @property
+    def rank_times(self) -> tuple[RankPace, ...]:
+        """Times of each rank in the last 100 calls of :meth:`step`, by rank: loading, computing, and waiting for the other ranks.
+
+        The rank with the largest ``own_ms`` is the one that all others wait for. Every rank knows the times of all.
+        Empty in a training of one process.
+        """
+        times = self._job.stepper.times
+        return () if times is None else times.paces
 
     @property
     def stop_after_bad(self) -> int:

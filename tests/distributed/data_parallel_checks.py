@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from flatout.distributed.agreement import RankFailure, RanksApart
+from flatout.distributed.gradient_sync import GradientSync
+from flatout.report.serialize import from_json
 from flatout.techniques import REGISTRY, Measured
+from tests.clock import Clock
 
 SAMPLES, BATCH, CLASSES, WIDTH = 96, 12, 3, 10
 
@@ -431,19 +435,90 @@ def a_loader_is_sliced(samples: int, shuffle: bool, loss: str) -> None:
     run.undo()
 
 
-def the_rate_is_that_of_all_ranks() -> None:
-    model = net()
+def every_rank_knows_the_times_of_all(accumulate: int) -> None:
+    """Rank r loads a batch in r + 1 s, computes its gradients in 10 (r + 1) s, and waits for 100 (r + 1) s."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    clock = Clock(tick=0.0)
+
+    class Loaded(TensorDataset):
+        def __getitem__(self, i: int) -> Any:
+            clock.advance((rank + 1) * size / BATCH)
+            return super().__getitem__(i)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        clock.advance(10 * (rank + 1))
+        return cross_entropy(output, target)
+
+    def late(plain: Callable[[GradientSync], None]) -> Callable[[GradientSync], None]:
+        def call(sync: GradientSync) -> None:
+            clock.advance(100 * (rank + 1))
+            plain(sync)
+
+        return call
+
+    model, name = net(), "check" if accumulate == 1 else "reduce"
     run = flatout.optimize(
+        model,
+        DataLoader(Loaded(*data()), batch_size=BATCH),
+        optimizer_of(model, "adamw"),
+        loss,
+        budget=0,
+        plan=None,
+        parallel="ddp",
+        accumulate=accumulate,
+    )
+    with (
+        mock.patch("time.perf_counter", clock),
+        mock.patch.object(GradientSync, name, late(getattr(GradientSync, name))),
+    ):
+        for batch in run.loader:
+            run.step(batch)
+    batches = SAMPLES // BATCH
+    waits = 100 if accumulate == 1 else 100 * (batches / accumulate - 1) / batches  # the last update's comes later
+    paces = run.rank_times
+    assert [pace.rank for pace in paces] == list(range(size))
+    for pace in paces:
+        assert pace.load_ms == pytest.approx(1e3 * (pace.rank + 1))
+        assert pace.compute_ms == pytest.approx(1e4 * (pace.rank + 1))
+        assert pace.wait_ms == pytest.approx(1e3 * waits * (pace.rank + 1))
+        assert pace.device == "cpu"
+    assert len(set(run._job.spec.ranks.every(paces))) == 1
+    run.undo()
+    assert run.rank_times == ()
+
+
+def measured(budget: float) -> flatout.Run:
+    """Return a run that has measured the original loop, and has tried no technique."""
+    model = net()
+    return flatout.optimize(
         model,
         loader_of(SAMPLES, shuffle=False),
         optimizer_of(model, "adamw"),
         cross_entropy,
-        budget=1.0,
+        budget=budget,
         plan=None,
         parallel="ddp",
         expected_steps=100_000,
         techniques={technique.name: False for technique in REGISTRY if isinstance(technique, Measured)},
     )
+
+
+def the_report_has_the_times_of_all_ranks() -> None:
+    run = measured(60.0)  # one step is a small part of this on any machine
+    summary, size = run.report.summary, dist.get_world_size()
+    assert summary.after is not None
+    assert [pace.rank for pace in summary.after.ranks] == list(range(size))
+    assert summary.after.scaling is not None
+    assert summary.after.scaling > 0
+    assert summary.after.exposed_ms == min(pace.wait_ms for pace in summary.after.ranks)
+    assert summary.after.mfu == pytest.approx(sum(pace.mfu or 0 for pace in summary.after.ranks) / size, rel=1e-6)
+    assert from_json(run.report.to_json()).after == summary.after
+    assert len(set(map(str, run._job.spec.ranks.every(summary.after)))) == 1
+    run.undo()
+
+
+def the_rate_is_that_of_all_ranks() -> None:
+    run = measured(1.0)
     pace = run.report.summary.before
     assert pace is not None
     assert pace.samples_per_second * pace.total_ms / 1e3 == pytest.approx(BATCH)

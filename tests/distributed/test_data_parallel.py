@@ -115,5 +115,14 @@ def test_a_loader_is_sliced(pool, samples, shuffle, loss):
     pool(checks.a_loader_is_sliced, samples, shuffle, loss)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_rank_knows_the_times_of_all(pool, accumulate):
+    pool(checks.every_rank_knows_the_times_of_all, accumulate)
+
+
+def test_the_report_has_the_times_of_all_ranks(pool):
+    pool(checks.the_report_has_the_times_of_all_ranks)
+
+
 def test_the_rate_is_that_of_all_ranks(pool):
     pool(checks.the_rate_is_that_of_all_ranks)

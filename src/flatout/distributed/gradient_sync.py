@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.distributed.step_clock import StepClock
 
 T = TypeVar("T")
 
@@ -44,17 +45,20 @@ class _Progress:
         is_complete: True if the last bucket was among them.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, clock: StepClock) -> None:
         self.launched = 0
         self.is_complete = True
         self._ranks = ranks
+        self._clock = clock
 
     def begin(self) -> None:
         self.launched, self.is_complete = 0, False
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.launched += 1
-        self.is_complete = bucket.is_last()
+        if bucket.is_last():
+            self.is_complete = True
+            self._clock.ready()
         mean = bucket.buffer().div_(self._ranks)  # before the sum, which may overflow 16 bits
         summed = dist.all_reduce(mean, async_op=True).get_future()
         return summed.then(lambda future: future.value()[0])
@@ -72,17 +76,20 @@ class GradientSync:
     Args:
         modules: the trained modules, on the device of this rank. Their parameters and buffers become those of rank 0.
         ranks: agreement of all ranks.
+        clock: measures the steps of this rank.
 
     Attributes:
         is_inside: True while a call inside ``run`` or ``alone`` runs.
+        clock: the argument.
         finds_unused: True if a parameter may get no gradient in a step. This costs a walk through the graph.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], ranks: Agreement) -> None:
+    def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
         self.is_inside = False
+        self.clock = clock
         self._modules = list(modules)
         self._ranks = ranks
-        self._progress = _Progress(ranks.size)
+        self._progress = _Progress(ranks.size, clock)
         self._make(find_unused=False, broadcasts=True)
 
     def _make(self, *, find_unused: bool, broadcasts: bool) -> None:

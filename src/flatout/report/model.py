@@ -147,6 +147,44 @@ class Row(Described):
         return next((trial for trial in self.trials if self.chosen and trial.candidate == self.chosen), None)
 
 
+@dataclass(frozen=True, repr=False)
+class RankPace(Described):
+    """Mean times of one rank in a batch of a data-parallel training.
+
+    Attributes:
+        rank: its number.
+        host: name of its machine.
+        device: its device, e.g. ``"cuda:1"``.
+        load_ms: waiting for the next batch, milliseconds. Trials, whose batches are on the device, have none.
+        compute_ms: from the beginning of the forward until this rank has its own gradients, milliseconds.
+        wait_ms: from there until the gradients of all ranks have arrived, milliseconds.
+        mfu: model FLOPs utilization of its device, 0..1; None if unknown.
+    """
+
+    rank: int
+    host: str
+    device: str
+    load_ms: float
+    compute_ms: float
+    wait_ms: float
+    mfu: float | None = None
+
+    @property
+    def own_ms(self) -> float:
+        """Time of this rank without the wait for others, milliseconds. The slowest rank is the one with the most."""
+        return self.load_ms + self.compute_ms
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "rank": f"rank {self.rank}",
+            "place": f"{self.host} {self.device}",
+            "load": f"loading {formatting.milliseconds(self.load_ms)}",
+            "compute": f"computing {formatting.milliseconds(self.compute_ms)}",
+            "wait": f"waiting {formatting.milliseconds(self.wait_ms)}",
+            "mfu": "" if self.mfu is None else f"MFU {formatting.share(self.mfu, 1)}",
+        }
+
+
 @dataclass(frozen=True)
 class Pace:
     """Speed of a loop: means over a trial of one configuration, without the slowest and the fastest quarter.
@@ -155,13 +193,16 @@ class Pace:
         step_ms: forward, backward and update, milliseconds.
         load_ms: waiting for the next batch, milliseconds.
         samples_per_second: samples of a batch, on all ranks together / (load + step).
-        mfu: model FLOPs utilization, 0..1, relative to the peak in the used precision; None if unknown.
+        mfu: model FLOPs utilization of all devices, 0..1, relative to the peak in the used precision; None if unknown.
         phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty if unknown.
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
         cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
         stretches: ``(load_ms, step_ms)`` of each stretch of training that the means are of; empty if unknown. The
             spread of these shows how certain the means are.
+        ranks: times of each rank in such steps, by rank; empty in a training of one process.
+        scaling: speed of a rank relative to the same steps of one rank alone, while the others rest: the efficiency of
+            weak scaling, 0..1; None if unknown.
     """
 
     step_ms: float
@@ -173,6 +214,8 @@ class Pace:
     loader_per_second: float | None = None
     cpu_ms: float | None = None
     stretches: tuple[tuple[float, float], ...] = ()
+    ranks: tuple[RankPace, ...] = ()
+    scaling: float | None = None
 
     def scaled(self, times: float) -> Pace:
         """Return the same pace with times for a multiple of the samples."""
@@ -195,6 +238,11 @@ class Pace:
     def step_per_second(self) -> float:
         """Samples per second of the step alone, without waiting for batches; NaN if unknown."""
         return self.samples_per_second * self.total_ms / self.step_ms if self.step_ms > 0 else math.nan
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """Time that no rank hides behind its computation: the wait of the slowest rank; None in one process."""
+        return min((rank.wait_ms for rank in self.ranks), default=None)
 
     @property
     def load_fraction(self) -> float:

@@ -148,6 +148,7 @@ def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
         yield Text("")
         yield _figures(paces, plain)
         yield Text("")
+        yield from _ranks(list(paces.values())[-1], plain)
     if summary.verdict:
         yield say(formatting.clean(summary.verdict), plain)
     if wording.cost(summary):
@@ -172,6 +173,22 @@ def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
         cells = [formatting.milliseconds(ms) for ms in (*(ms[index] for _, ms in times), pace.total_ms)]
         grid.add_row(Text(label, style="dim"), *(say(cell, plain, _STYLES[label]) for cell in cells))
     return grid
+
+
+def _ranks(pace: Pace, plain: bool) -> Iterator[RenderableType]:
+    """Yield the times of each rank, and the slowest rank."""
+    heading, *rows = wording.rank_table(pace.ranks) or [()]
+    if rows:
+        grid = Table.grid(padding=(0, 2))
+        for _ in heading:
+            grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(*(Text(cell, style="dim") for cell in heading))
+        for row in rows:
+            grid.add_row(*(say(cell, plain) for cell in row))
+        yield grid
+        yield Text("")
+    if wording.straggler(pace.ranks):
+        yield say(wording.straggler(pace.ranks), plain)
 
 
 def _figures(paces: Mapping[str, Pace], plain: bool) -> Table:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from flatout.core import formatting
-from flatout.report.model import Gain, Pace, Row, Status, Summary, Trial
+from flatout.report.model import Gain, Pace, RankPace, Row, Status, Summary, Trial
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ PHASES = {
 """Looks of the phases of a step, in their order."""
 
 UNEXPLAINED = "not explained by these"
+
+STRAGGLES = 1.1
+"""Time of the slowest rank relative to the fastest above which the report names it."""
 
 FASTER = 1.01
 """Smallest speedup that counts as a gain."""
@@ -133,6 +136,18 @@ _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str
         lambda mfu: formatting.share(mfu, 1),
         "share of the device's fastest arithmetic that goes into the model",
     ),
+    (
+        "exposed communication",
+        lambda pace: pace.exposed_ms,
+        formatting.milliseconds,
+        "wait for gradients of the other ranks in a step of the slowest rank",
+    ),
+    (
+        "scaling efficiency",
+        lambda pace: pace.scaling,
+        lambda scaling: formatting.share(scaling, 1),
+        "speed of a rank relative to one rank that trains alone",
+    ),
 )
 
 
@@ -144,6 +159,38 @@ def figures(*paces: Pace) -> list[Figure]:
         if any(value is not None for value in values):
             found.append(Figure(name, tuple("" if v is None else text_of(v) for v in values), meaning))
     return found
+
+
+RANKS_SHOWN = 8
+"""Largest number of ranks that are shown one by one."""
+
+
+def rank_table(ranks: Sequence[RankPace]) -> list[tuple[str, ...]]:
+    """Return a table of the ranks, with its heading: of all of them, or of the slowest ones. The JSON form has all."""
+    if not ranks:
+        return []
+    slowest = sorted(ranks, key=lambda rank: -rank.own_ms)[:RANKS_SHOWN]
+    with_mfu = any(rank.mfu is not None for rank in ranks)
+    first = "rank" if len(slowest) == len(ranks) else f"slowest of {len(ranks)}"
+    rows = [(first, "host", "device", "computing", "waiting", *(["MFU"] if with_mfu else []))]
+    for rank in sorted(slowest, key=lambda rank: rank.rank):
+        mfu = [] if not with_mfu else ["" if rank.mfu is None else formatting.share(rank.mfu, 1)]
+        times = formatting.milliseconds(rank.compute_ms), formatting.milliseconds(rank.wait_ms)
+        rows.append((str(rank.rank), formatting.clean(rank.host), rank.device, *times, *mfu))
+    return rows
+
+
+def straggler(ranks: Sequence[RankPace]) -> str:
+    """Return the slowest rank in words; empty if all ranks take equally long."""
+    if not ranks:
+        return ""
+    slowest, fastest = max(ranks, key=lambda rank: rank.own_ms), min(ranks, key=lambda rank: rank.own_ms)
+    if not fastest.own_ms or slowest.own_ms < STRAGGLES * fastest.own_ms:
+        return ""
+    return (
+        f"All ranks wait for rank {slowest.rank} ({formatting.clean(slowest.host)}, {slowest.device}): it computes "
+        f"{slowest.own_ms / fastest.own_ms - 1:.0%} longer than rank {fastest.rank}."
+    )
 
 
 def name(row: Row, candidate: str) -> str:

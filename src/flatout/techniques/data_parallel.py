@@ -11,8 +11,10 @@ from torch import nn
 
 from flatout.core.instance_class import instance_class, take_class_out
 from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.step_clock import StepClock
 from flatout.techniques.base import NotApplicable, Rule
 from flatout.techniques.candidate import Candidate
+from flatout.training.rank_times import RankTimes
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -33,7 +35,8 @@ class Replicas(Candidate):
         if job is None or model is None:
             return
         job.spec.ranks.check()  # a rank that has failed before is not in the collectives of DDP
-        job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks)
+        job.stepper.times = RankTimes(job.spec.ranks, job.spec.device)
+        job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks, StepClock(job.spec.device))
         job.objective.plain = sync.alone
         self._sync = weakref.ref(sync)
         if not isinstance(model, torch.jit.ScriptModule):
@@ -48,7 +51,7 @@ class Replicas(Candidate):
         if model is not None and self._class is not None:
             take_class_out(model, self._class)
         if job is not None:
-            job.stepper.sync, job.objective.plain = None, nullcontext
+            job.stepper.sync, job.stepper.times, job.objective.plain = None, None, nullcontext
 
 
 def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Module]:

@@ -75,7 +75,7 @@ class TrainingLoader(CopiedAsWrapped):
         if not self._goes_on:
             self._end_of_epoch()  # ends an epoch that a break left early
         is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batches left
-        batches = self._counter.batches(opened)
+        batches = self._clocked(self._counter.batches(opened))
         with LongLived() as objects:
             for batch in map(self._show, batches) if self._observers else batches:
                 if seconds:
@@ -90,6 +90,11 @@ class TrainingLoader(CopiedAsWrapped):
                 "exhausted. Let its __iter__ start over: def __iter__(self): yield from make_batches()"
             )
         self._end_of_epoch()
+
+    def _clocked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return batches. In a data-parallel training, all ranks learn how long each rank waits for its batches."""
+        sync = self._job.stepper.sync
+        return batches if sync is None else sync.clock.loading(batches)
 
     def __len__(self) -> int:
         return len(self._prefetcher)

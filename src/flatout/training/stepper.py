@@ -18,6 +18,7 @@ from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.data.order import BatchShare
 from flatout.distributed.agreement import STEP
 from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.step_clock import TIMES
 from flatout.mfu.ranges import nvtx_range
 from flatout.optim import update
 from flatout.optim.atomic_update import AtomicUpdate
@@ -25,6 +26,7 @@ from flatout.optim.native_step import NativeStep
 from flatout.training.autocast import autocast_dtype
 from flatout.training.micro_batches import MicroBatches, Part
 from flatout.training.objective import Objective
+from flatout.training.rank_times import RankTimes
 from flatout.training.spec import Spec
 
 PhaseOf = Callable[[str], AbstractContextManager[Any]]
@@ -86,6 +88,7 @@ class Stepper:
         sync: averages gradients over the ranks of a data-parallel training; None: one process.
         waits_for_all: True if a step begins on all ranks or on none, because one may fail between two steps. Trials do.
         weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
+        times: times of all ranks in the last steps; None: one process.
         note: returns the numbers that this rank sends to the others with every batch.
         notes: the numbers of all ranks, by rank, from the last batch.
         pending: batches whose gradients wait for the next update.
@@ -99,6 +102,7 @@ class Stepper:
         self.micro_batches = MicroBatches(spec, objective)
         self.runner = EAGER
         self.sync: GradientSync | None = None
+        self.times: RankTimes | None = None
         self.waits_for_all = False
         self.weight: float | Tensor = 1.0
         self.note: Callable[[], list[float]] = list
@@ -223,12 +227,17 @@ class Stepper:
             return
         self._is_synchronized = False
         on_host = self.spec.device.type == "cpu"
+        clock = self.sync.clock
+        clock.begin()
         with self.spec.ranks.attempt(STEP) as message:
             yield batch
-            message.values = [*self.note(), batch.loss.item()] if on_host else self.note()
-        self.notes = message.received
+            clock.end()
+            message.values = [*clock.take(), *self.note(), *([batch.loss.item()] if on_host else [])]
+        if self.times is not None:
+            self.times.add([row[:TIMES] for row in message.received])
+        self.notes = [row[TIMES:] for row in message.received]
         if on_host:
-            losses = [row.pop() for row in message.received]
+            losses = [row.pop() for row in self.notes]
             batch.loss = batch.loss.new_tensor(sum(losses) / len(losses))
         else:
             batch.loss = self.sync.mean(batch.loss)
@@ -291,7 +300,8 @@ class Stepper:
         # flatout's optimizers allocate before they write.
         watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
         if self.sync is not None and not self._is_synchronized:
-            self.sync.reduce()
+            with self.sync.clock.waiting():
+                self.sync.reduce()
             self._is_synchronized = True
         try:
             with phase("update"), watch or contextlib.nullcontext():
@@ -326,6 +336,16 @@ class Stepper:
         owner.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Make the steps of this rank, inside the block, steps without the other ranks, whose gradients they lack."""
+        sync, self.sync = self.sync, None
+        try:
+            with contextlib.nullcontext() if sync is None else sync.alone():
+                yield
+        finally:
+            self.sync = sync
+
+    @contextlib.contextmanager
     def whole_updates(self) -> Iterator[None]:
         """Make every step, inside the block, an eager update on a batch that is computed whole."""
         before = self.accumulate, self.micro_batches.size, self.runner
@@ -347,10 +367,12 @@ class Stepper:
         self.pending, self._scaler = progress
 
     def reset(self) -> None:
-        """Forget pending batches and the loss scaler."""
+        """Forget pending batches, the loss scaler and the times of ranks."""
         self.pending = 0
         self._averaged = self._is_synchronized = False
         self._scaler = None
+        if self.times is not None:
+            self.times.clear()
 
     def abandon(self) -> None:
         """Forget pending batches and an unfinished step. The loss scale stays."""

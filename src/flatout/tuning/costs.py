@@ -9,6 +9,7 @@ from typing import Any
 from flatout.mfu import MfuCounter
 from flatout.tuning.bench import Bench
 from flatout.tuning.loader_timer import ALONE_SECONDS, LoaderTimer, workers_and_queue
+from flatout.tuning.rank_costs import UPDATES, rank_costs
 from flatout.tuning.timing import synchronize
 
 PHASE_UPDATES = 8
@@ -25,7 +26,8 @@ SHARE = 0.05
 def costs_of(bench: Bench) -> dict[str, Any]:
     """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
 
-    The fields are ``step_bytes``, ``phases`` and, if the loader can be rewound, ``loader_per_second``.
+    The fields are ``step_bytes``, ``phases``, those of ``rank_costs`` and, if the loader can be rewound,
+    ``loader_per_second``.
     """
     job, pace = bench.job, bench.pace
     told: dict[str, Any] = {}
@@ -33,6 +35,8 @@ def costs_of(bench: Bench) -> dict[str, Any]:
         if bench.phases is None:
             bench.phases = _phases(bench)
         told |= {"step_bytes": bench.memory, "phases": bench.phases}
+    if _affords(bench, UPDATES * job.spec.accumulate * pace.step_ms):
+        told |= rank_costs(bench)
     _, queue = workers_and_queue(job, job.data.source)
     if bench.rewindable and not queue and pace.load_ms >= 1e3 * ALONE_SECONDS:
         told["loader_per_second"] = pace.samples_per_second / pace.load_fraction

@@ -213,17 +213,28 @@ def _found(technique: Advice, session: Session) -> Row:
 
 
 def _peak_of(session: Session) -> float | None:
-    """Return the peak in FLOP/s that MFU refers to. Rank 0 measures it, because others would disturb it."""
-    ranks, measure = session.job.spec.ranks, session.bench.budget.seconds > 0
-    return ranks.first(peak_of(session.job.spec, measure=measure)[0] if ranks.rank == 0 else None)
+    """Return the peak of this rank's device in FLOP/s, which MFU refers to.
+
+    Only rank 0 measures the peak of a CPU, because the ranks would disturb each other.
+    """
+    spec, ranks = session.job.spec, session.job.spec.ranks
+    measures = ranks.rank == 0 and session.bench.budget.seconds > 0
+    own = peak_of(spec, measure=measures)[0] if ranks.rank == 0 or spec.device.type == "cuda" else None
+    of_first = ranks.first(own)
+    return of_first if own is None else own
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
-    """Return a pace with its MFU on one device, and other costs."""
+    """Return a pace with its MFU, on all devices and on each, and other costs."""
     samples, _, flops = job.work(job.data.batches[0])
     if pace is None:
         return None
-    ranks, mfu = job.spec.ranks, None
-    if flops is not None and peak is not None:
-        mfu = pace.samples_per_second / ranks.size * flops.total / samples / peak
-    return replace(pace, mfu=ranks.first(mfu), **costs)
+    ranks = job.spec.ranks
+    batches = pace.samples_per_second / ranks.total(samples)
+    known = ranks.every(None if flops is None or peak is None else (batches * flops.total, peak))
+    completed = replace(pace, **costs)
+    if None in known:
+        return completed
+    used, most = zip(*filter(None, known), strict=True)
+    of_ranks = [replace(of_rank, mfu=used[of_rank.rank] / most[of_rank.rank]) for of_rank in completed.ranks]
+    return replace(completed, mfu=sum(used) / sum(most), ranks=tuple(of_ranks))

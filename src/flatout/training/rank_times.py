@@ -1,0 +1,51 @@
+"""Times of all ranks in the last steps of a data-parallel training."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from flatout.distributed.agreement import Agreement
+from flatout.report.model import RankPace
+
+WINDOW = 100
+"""Number of steps that the means cover."""
+
+
+class RankTimes:
+    """Times of all ranks in the last 100 steps. Every rank has those of all, because they come with each step's loss.
+
+    Args:
+        ranks: agreement of all ranks.
+        device: the device of this rank.
+    """
+
+    def __init__(self, ranks: Agreement, device: torch.device) -> None:
+        self._places = ranks.every((socket.gethostname(), str(device)))
+        self._steps: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
+
+    def add(self, times: Sequence[Sequence[float]]) -> None:
+        """Add a step.
+
+        Args:
+            times: of each rank, the numbers of ``StepClock.take``.
+        """
+        self._steps.append(times)
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+    @property
+    def paces(self) -> tuple[RankPace, ...]:
+        """Mean times of each rank, by rank; empty before the first step."""
+        found = []
+        for rank, taken in enumerate(zip(*self._steps, strict=True)):
+            steps, loading, computing, waiting = map(sum, zip(*taken, strict=True))
+            host, device = self._places[rank]
+            load_ms, steps = 1e3 * loading / len(taken), max(1, steps)
+            found.append(RankPace(rank, host, device, load_ms, 1e3 * computing / steps, 1e3 * waiting / steps))
+        return tuple(found)
