@@ -133,7 +133,7 @@ class Run(Resumable, Described):
 
     @property
     def rank_times(self) -> tuple[RankPace, ...]:
-        """Times of each rank in the last 100 calls of :meth:`step`, by rank: loading, computing, and waiting for the other ranks.
+        """Mean times of each rank in the last 100 calls of :meth:`step`: loading, computing, waiting for other ranks.
 
         The rank with the largest ``own_ms`` is the one that all others wait for. Every rank knows the times of all.
         Empty in a training of one process.

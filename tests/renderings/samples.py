@@ -16,6 +16,7 @@ from flatout.cli.diagnosis import Finding
 from flatout.cli.doctor import show
 from flatout.monitor.view import View
 from flatout.report import Pace, Report, Row, Summary
+from flatout.report.model import RankPace
 from tests.monitor import monitor_sample
 from tests.profile.profile_sample import ended_early, sync_bound
 from tests.renderings.rendered import drawn, everywhere, in_terminal, on_page, root_of
@@ -28,9 +29,20 @@ def reports() -> dict[str, str]:
     """Return the renderings of the sample report, and of reports that lack parts of it."""
     whole = report_sample.sample()
     bare = dataclasses.replace(whole, rows=(), notes=(), won=())
+    ranks = (
+        RankPace(0, "node1", "cuda:0", 0.0, 1.52, 0.38, 0.41),
+        RankPace(1, "node1", "cuda:1", 0.0, 1.82, 0.09, 0.4),
+    )
     unphased = dataclasses.replace(whole.before, phases={}, loader_per_second=None, mfu=None, step_bytes=None)
     lacking = {
         "without phases before": dataclasses.replace(bare, before=unphased),
+        "two ranks": dataclasses.replace(bare, after=dataclasses.replace(whole.after, ranks=ranks, scaling=0.93)),
+        "ten ranks": dataclasses.replace(
+            bare,
+            after=dataclasses.replace(
+                whole.after, ranks=tuple(dataclasses.replace(ranks[i % 2], rank=i) for i in range(10))
+            ),
+        ),
         "paces alone": dataclasses.replace(bare, before=Pace(4.1, 2.1, 5161.3), after=Pace(1.9, 0.08, 16161.6)),
         "an unknown pace": dataclasses.replace(
             bare, before=Pace(math.nan, math.nan, math.nan), after=Pace(1.0, 0.0, 1.0)

@@ -37,6 +37,9 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
     if rules:
         yield _labelled("rules", say(f"in use without a trial: {', '.join(rules)}", plain))
     yield from _bars(summary, plain)
+    pace = summary.after or summary.before
+    if pace is not None and pace.ranks:
+        yield _labelled("ranks", say(wording.ranks_in_words(pace), plain))
     if summary.verdict:
         yield _labelled("limit", say(formatting.clean(summary.verdict), plain))
     if summary.notes:

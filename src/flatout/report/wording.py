@@ -189,8 +189,18 @@ def straggler(ranks: Sequence[RankPace]) -> str:
         return ""
     return (
         f"All ranks wait for rank {slowest.rank} ({formatting.clean(slowest.host)}, {slowest.device}): it computes "
-        f"{slowest.own_ms / fastest.own_ms - 1:.0%} longer than rank {fastest.rank}."
+        f"{formatting.share(slowest.own_ms / fastest.own_ms - 1, 0)} longer than rank {fastest.rank}."
     )
+
+
+def ranks_in_words(pace: Pace) -> str:
+    """Return the ranks of a training on one line or two; empty for one process."""
+    if not pace.ranks or pace.exposed_ms is None:
+        return ""
+    told = [str(len(pace.ranks)), f"exposed communication {formatting.milliseconds(pace.exposed_ms)} a step"]
+    if pace.scaling is not None:
+        told.append(f"scaling {formatting.share(pace.scaling)}")
+    return "\n".join(filter(None, (" · ".join(told), straggler(pace.ranks))))
 
 
 def name(row: Row, candidate: str) -> str:
