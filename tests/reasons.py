@@ -27,6 +27,7 @@ PATTERNS: dict[str, str] = {
     "clocks-throttled": "clocks are held down",
     "comes-as-graphs": "replays the model as CUDA graphs already",
     "comes-compiled": "comes compiled already|comes as a ScriptModule: it is compiled already",
+    "comes-synchronized": "comes with its own synchronization of ranks",
     "compile-disabled": r"torch\.compile is switched off",
     "computation-negligible": "too little to save",
     "computed-in-parts": "computed in parts",

@@ -122,6 +122,24 @@ def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | N
     return told
 
 
+def why_not_measured(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> str:
+    """Return why a rank that trains on its own must not try anything; empty if it may.
+
+    Each step of a model that comes synchronized waits for the same step of all ranks. Trials take other steps on each.
+
+    Args:
+        modules: the modules that are trained.
+        optimizer: updates ``modules``; None for a user's own loop and for inference.
+    """
+    waits = any(map(_is_wrapped, modules)) or (optimizer is not None and _is_synchronized(modules, optimizer))
+    if group_size() < 2 or not waits:
+        return ""
+    return (
+        "nothing is measured: the model comes with its own synchronization of ranks, for which all must take the same "
+        "steps. Give optimize() the plain model with parallel='ddp', and all ranks are tuned together"
+    )
+
+
 def _is_synchronized(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
     if optimizer._optimizer_step_pre_hooks:
         return True

@@ -45,7 +45,7 @@ from flatout.tuning.gradient_buckets import settle
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
-from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart
+from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart, why_not_measured
 from flatout.tuning.request import Request
 from flatout.tuning.tuner import Tuner
 
@@ -119,6 +119,10 @@ class Session:
         )
         self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
+        reason = "" if spec.ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer)
+        if reason:
+            self.notes.append(reason)
+            self.request = replace(request, budget=0)
         if self._shards > 1:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
         own_steps = request.expected_steps or self._default_steps()
