@@ -138,8 +138,7 @@ class Run(Resumable, Described):
         The rank with the largest ``own_ms`` is the one that all others wait for. Every rank knows the times of all.
         Empty in a training of one process.
         """
-        times = self._job.stepper.times
-        return () if times is None else times.paces
+        return self._job.stepper.times.paces
 
     @property
     def stop_after_bad(self) -> int:

@@ -14,7 +14,6 @@ from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.step_clock import StepClock
 from flatout.techniques.base import NotApplicable, Rule
 from flatout.techniques.candidate import Candidate
-from flatout.training.rank_times import RankTimes
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -34,8 +33,7 @@ class Replicas(Candidate):
         job, model = self._job(), self._model()
         if job is None or model is None:
             return
-        job.spec.ranks.check()  # a rank that has failed before is not in the collectives of DDP
-        job.stepper.times = RankTimes(job.spec.ranks, job.spec.device)
+        job.stepper.times.begin(job.spec.ranks, job.spec.device)  # first: a failed rank is not in collectives of DDP
         job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks, StepClock(job.spec.device))
         job.objective.plain = sync.alone
         self._sync = weakref.ref(sync)
@@ -51,7 +49,8 @@ class Replicas(Candidate):
         if model is not None and self._class is not None:
             take_class_out(model, self._class)
         if job is not None:
-            job.stepper.sync, job.stepper.times, job.objective.plain = None, None, nullcontext
+            job.stepper.sync, job.objective.plain = None, nullcontext
+            job.stepper.times.clear()
 
 
 def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Module]:

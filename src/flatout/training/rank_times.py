@@ -16,16 +16,20 @@ WINDOW = 100
 
 
 class RankTimes:
-    """Times of all ranks in the last 100 steps. Every rank has those of all, because they come with each step's loss.
+    """Times of all ranks in the last 100 steps, which every rank has, because they come with each step's loss."""
 
-    Args:
-        ranks: agreement of all ranks.
-        device: the device of this rank.
-    """
-
-    def __init__(self, ranks: Agreement, device: torch.device) -> None:
-        self._places = ranks.every((socket.gethostname(), str(device)))
+    def __init__(self) -> None:
+        self._places: Sequence[tuple[str, str]] = ()
         self._steps: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
+
+    def begin(self, ranks: Agreement, device: torch.device) -> None:
+        """Learn the host and the device of each rank.
+
+        Args:
+            ranks: agreement of all ranks.
+            device: the device of this rank.
+        """
+        self._places = ranks.every((socket.gethostname(), str(device)))
 
     def add(self, times: Sequence[Sequence[float]]) -> None:
         """Add a step.

@@ -88,7 +88,7 @@ class Stepper:
         sync: averages gradients over the ranks of a data-parallel training; None: one process.
         waits_for_all: True if a step begins on all ranks or on none, because one may fail between two steps. Trials do.
         weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
-        times: times of all ranks in the last steps; None: one process.
+        times: times of all ranks in the last steps of a data-parallel training.
         note: returns the numbers that this rank sends to the others with every batch.
         notes: the numbers of all ranks, by rank, from the last batch.
         pending: batches whose gradients wait for the next update.
@@ -102,7 +102,7 @@ class Stepper:
         self.micro_batches = MicroBatches(spec, objective)
         self.runner = EAGER
         self.sync: GradientSync | None = None
-        self.times: RankTimes | None = None
+        self.times = RankTimes()
         self.waits_for_all = False
         self.weight: float | Tensor = 1.0
         self.note: Callable[[], list[float]] = list
@@ -233,8 +233,7 @@ class Stepper:
             yield batch
             clock.end()
             message.values = [*clock.take(), *self.note(), *([batch.loss.item()] if on_host else [])]
-        if self.times is not None:
-            self.times.add([row[:TIMES] for row in message.received])
+        self.times.add([row[:TIMES] for row in message.received])
         self.notes = [row[TIMES:] for row in message.received]
         if on_host:
             losses = [row.pop() for row in self.notes]
@@ -371,8 +370,7 @@ class Stepper:
         self.pending = 0
         self._averaged = self._is_synchronized = False
         self._scaler = None
-        if self.times is not None:
-            self.times.clear()
+        self.times.clear()
 
     def abandon(self) -> None:
         """Forget pending batches and an unfinished step. The loss scale stays."""

@@ -16,11 +16,10 @@ UPDATES = 4 * PAIRS
 
 
 def rank_costs(bench: Bench) -> dict[str, Any]:
-    """Return more fields of a ``Pace``, with the kept candidates: ``ranks`` and ``scaling``; empty for one process."""
-    times = bench.job.stepper.times
-    if times is None:
+    """Return more fields of a ``Pace``, with the kept candidates: ``ranks``, ``scaling``; none without other ranks."""
+    if bench.job.stepper.sync is None:
         return {}
-    block = bench.blocks()
+    block, times = bench.blocks(), bench.job.stepper.times
     bench.rewind()
     block(0)
     times.clear()
