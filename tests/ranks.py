@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 def _serve(rank: int, world: int, store: str, jobs: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders start workers
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )

@@ -128,6 +128,7 @@ PATTERNS: dict[str, str] = {
     "random-numbers-per-part": "random numbers .* are drawn for each part",
     "random-samples": "a sample draws|dataset is random",
     "ranks-apart": r"synchronized between \d+ ranks",
+    "ranks-apart-in-size": "each would find a size",
     "ranks-differ": "ranks have different candidates",
     "required-technique-forbidden": "it requires the",
     "reseeded": r"other (numbers|masks) of the same distribution",

@@ -28,7 +28,7 @@ from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint
 from flatout.training.attachments import Attachment, attach, attached_to, detach
 from flatout.training.device_verdict import judged
-from flatout.training.evaluation_loop import Metric, evaluate
+from flatout.training.evaluation_loop import Evaluation, Metric
 from flatout.training.export import export, export_weights
 from flatout.training.fit import Fitted, Keeper, fit
 from flatout.training.job import Job
@@ -97,6 +97,7 @@ class Run(Resumable, Described):
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
         self._example = example
         self._recovery = None if job.why_no_step else Recovery(job.stepper)
+        self._evaluation = Evaluation(job)
         self._attachment = Attachment(tuple(toggles), lambda: report)
         self._is_unpacked = False
         attach(job.spec.model, self._attachment)
@@ -344,6 +345,11 @@ class Run(Resumable, Described):
     def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over a loader, without gradients, in eval mode. Modes are restored.
 
+        On several ranks that ``optimize`` trains together, all must call this, and all get the same values. Each rank
+        computes its slice of every batch of a plain ``DataLoader``, and the values are those of one process. A metric
+        that is no mean over samples, such as F1, depends on the slices, as it does on the batch size. Every rank
+        iterates any other loader whole, such as a list of batches, and the means are those over all ranks.
+
         Args:
             loader: yields batches like those of the training.
             metrics: name to ``(outputs, batch) -> mean over the batch``, with the model's outputs.
@@ -352,10 +358,12 @@ class Run(Resumable, Described):
             ``loss`` and every metric, weighted by samples.
 
         Raises:
-            ValueError: the loader yielded no batch.
+            ValueError: the loader yielded no batch, or ranks have different metrics.
+            RuntimeError: the evaluation failed on another rank.
         """
         self._counter.pause()
-        return evaluate(self._job.objective, loader, {} if metrics is None else metrics)
+        with OwnError():
+            return self._evaluation.means(loader, {} if metrics is None else metrics)
 
     def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
         """Profile the time of a step, with advice: ``print(run.profile())``.

@@ -181,7 +181,7 @@ def cores() -> Iterator[Facts]:
     quota = min(map(machine.quota_of, machine.control_groups("cpu")), default=math.inf)
     limits = [f"affinity {allowed}"] if allowed < visible else []
     limits += [f"quota {quota:g}"] if quota < allowed else []
-    cores, ranks = machine.usable_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores, ranks = machine.usable_cores(), machine.local_ranks()
     yield Facts(
         cores=cores,
         ranks=ranks,

@@ -23,6 +23,12 @@ def usable_cores() -> int:
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
+def local_ranks() -> int:
+    """Return the number of ranks that a launcher such as ``torchrun`` has started on this machine; 1 without one."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(ranks)) if ranks.isdecimal() else 1
+
+
 @functools.cache
 def copy_threads() -> int:
     """Return the number of threads that copy batches in memory: half of the usable cores, at least 1 and at most 4.

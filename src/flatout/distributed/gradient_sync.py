@@ -105,6 +105,15 @@ class GradientSync:
     def _present_strides(self) -> list[tuple[int, ...]]:
         return [p.stride() for module in self._modules for p in module.parameters()]
 
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return list({id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}.values())
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of DDP's buckets, which hold a copy of every gradient."""
+        return sum(p.nbytes for p in self._trained)
+
     def refresh(self) -> bool:
         """Make a new DDP if parameters have other strides than before, as with channels_last. The old one would copy.
 
@@ -183,9 +192,7 @@ class GradientSync:
 
         A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
         """
-        parameters = list(
-            {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}.values()
-        )
+        parameters = self._trained
         has_gradient = bytes(p.grad is not None for p in parameters)
         pattern = float(zlib.crc32(has_gradient))
         # Agreed on the host, so that nothing waits for a GPU.

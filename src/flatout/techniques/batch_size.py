@@ -44,8 +44,8 @@ class BatchCandidate(ResizingCandidate):
 
     Args:
         job: the job whose loader and trial batches are replaced.
-        samples: samples per batch of the loader; None: unchanged.
-        micro_batch: samples that are computed at once; None: whole batches.
+        samples: samples per batch of the loader, on all ranks together; None: unchanged.
+        micro_batch: samples that a rank computes at once; None: whole batches.
         reason: findings of the search.
     """
 
@@ -72,7 +72,9 @@ class BatchCandidate(ResizingCandidate):
         if self.scale != 1.0 and job not in self._parked:
             loader: Any = with_batch_size(_unseeded(job.data.loader), self.value["samples"])
             loader = seed_samples(loader) if is_seeded(job.data.loader) else loader
-            batches = [to_device(batch, job.spec.device) for batch in first_batches(loader, TRIAL_BATCHES)]
+            taken = first_batches(loader, TRIAL_BATCHES)
+            taken = taken[: int(job.spec.ranks.smallest([len(taken)])[0])]
+            batches = [to_device(batch, job.spec.device) for batch in taken]
             self._parked[job] = loader, loader, batches, math.ceil(job.data.expected_steps / self.scale)
         self._exchange(job)
 
@@ -135,18 +137,19 @@ class BatchSize(SizeTechnique):
         return (4 if job.spec.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
 
     def sizes(self, job: Job) -> SizeRange:
-        """Return sizes of the loader's batches, or of their parts."""
+        """Return sizes of the loader's batches, or of their parts, in samples of one rank."""
         reason = self._why_not_search(job)
         if reason:
             raise NotApplicable(reason)
-        own, largest = size_of(job), self._largest(job)
-        now = job.stepper.micro_batches.size or (own if job.spec.resizes else largest)
+        largest = self._largest(job)
+        own = -(-size_of(job) // _shared_by(job)) if job.spec.resizes else largest
+        now = job.stepper.micro_batches.size or own
         return SizeRange(now, smallest=min(SMALLEST, now), largest=max(now, largest))
 
     def sized(self, job: Job, samples: int, reason: str) -> Candidate:
-        """Return a batch of another size, or parts of one."""
+        """Return a batch with ``samples`` on each rank, or parts of one."""
         if job.spec.resizes:
-            return BatchCandidate(job, samples=samples, reason=reason)
+            return BatchCandidate(job, samples=samples * _shared_by(job), reason=reason)
         return BatchCandidate(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)
 
     def found(self, candidate: BatchCandidate) -> str:
@@ -184,7 +187,7 @@ class BatchSize(SizeTechnique):
         return BatchCandidate(job)
 
     def _why_not_search(self, job: Job) -> str:
-        if group_size() > 1:
+        if group_size() > job.spec.ranks.size:
             return "several processes train together: each would find a size of its own"
         if job.spec.resizes:
             return ""
@@ -200,11 +203,16 @@ class BatchSize(SizeTechnique):
 
     @staticmethod
     def _largest(job: Job) -> int:
-        """Return the limit of samples to compute at once."""
+        """Return the limit of samples that a rank computes at once."""
         if not job.spec.resizes:
-            return max(map(batch_size_of, job.data.batches), default=0)
+            return largest_batch(job)
         samples = len(unsliced(_unseeded(job.data.loader)).sampler)
-        return max(size_of(job), samples // (FEWEST_UPDATES * job.spec.accumulate))
+        return samples // (FEWEST_UPDATES * job.spec.accumulate * _shared_by(job))
+
+
+def largest_batch(job: Job) -> int:
+    """Return the number of samples of the largest batch for trials, on the rank with the most."""
+    return int(job.spec.ranks.largest([max(map(batch_size_of, job.data.batches), default=0)])[0])
 
 
 def size_of(job: Job) -> int:
@@ -216,6 +224,12 @@ def size_of(job: Job) -> int:
     if isinstance(size, int):
         return size
     return batch_size_of(job.data.batches[0]) if job.data.batches else 1
+
+
+def _shared_by(job: Job) -> int:
+    """Return the number of ranks that share each batch of the loader."""
+    loader = _unseeded(job.data.loader)
+    return 1 if unsliced(loader) is loader else job.spec.ranks.size
 
 
 def _unseeded(loader: Any) -> Any:

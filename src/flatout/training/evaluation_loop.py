@@ -1,54 +1,125 @@
-"""Evaluation: mean loss and metrics over a loader, without gradients."""
+"""Evaluation: mean loss and metrics over a loader, without gradients, on one or several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from flatout.core.batches import batch_size_of, to_device
-from flatout.training.objective import Objective
+from flatout.data.order import BatchShare
+from flatout.data.prefetcher import Prefetcher
+from flatout.data.slices import sliced, slices_of, why_not_sliced
+from flatout.training.job import Job
+from flatout.training.loader import TrainingLoader
 
 Metric = Callable[[Any, Any], Any]
 """``(outputs, batch) -> mean over the batch``, a number or a 0-dim tensor."""
 
 
-def evaluate(objective: Objective, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the mean loss and metrics over a loader, weighted by samples.
+class Evaluation:
+    """Mean loss and metrics of a job over loaders.
 
-    The model is in eval mode during the evaluation, and in its own modes afterwards. A loss that only the user's own
-    loop knows is left out.
+    On several ranks, each rank computes its slice of every batch of a plain ``DataLoader`` over a map-style dataset.
+    Every rank iterates any other loader as it is: its own samples, or all of them. The means are those over the
+    samples of all ranks.
 
-    Raises:
-        ValueError: the loader yielded no batch.
+    Args:
+        job: the training.
     """
-    model = objective.spec.model
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._kept: tuple[Any, Prefetcher] | None = None
+        """The last loader with persistent workers, and the loader of its slices."""
+
+    def means(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
+        """Return the mean loss and metrics over a loader, weighted by samples. All ranks must call this together.
+
+        The model is in eval mode during the evaluation, and in its own modes afterwards. A loss that only the user's
+        own loop knows is left out.
+
+        Raises:
+            ValueError: the loader yielded no batch, or ranks have different metrics.
+        """
+        job, ranks = self._job, self._job.spec.ranks
+        with ranks.attempt("run.evaluate"):
+            ranks.check()
+            if job.stepper.sync is not None:
+                job.stepper.sync.broadcast_buffers()
+            found = ranks.every(self._sums(self._own(loader), metrics))
+        samples = sum(each for each, _ in found)
+        names = [list(sums) for _, sums in found]
+        if any(other != names[0] for other in names):
+            shown = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(names))
+            raise ValueError(f"metrics must be the same on all ranks, got {shown}. Pass them on every rank")
+        if samples == 0:
+            raise ValueError("eval loader yielded no batch")
+        return {name: sum(sums[name] for _, sums in found) / samples for name in names[0]}
+
+    def _own(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Return the loader of this rank's slices, or ``loader`` if it is not sliced."""
+        if self._kept is not None and self._kept[0] is loader:
+            return self._kept[1]
+        made: Any = loader if why_not_sliced(loader) else sliced(loader, self._job.spec.ranks)
+        if slices_of(made) is None:
+            return loader
+        own = Prefetcher(made, "cpu")
+        if made.persistent_workers:
+            self._kept = loader, own
+        return own
+
+    def _sums(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> tuple[int, dict[str, float]]:
+        """Return the number of samples of this rank, and the sums over these of loss and metrics."""
+        objective = self._job.objective
+        names = [*(["loss"] if objective.has_loss else []), *metrics]
+        totals = {name: torch.zeros(()) for name in names}
+        samples = 0
+        with _evaluated(objective.spec.model) as outputs:
+            for batch in loader:
+                share = loader.share if isinstance(loader, (Prefetcher, TrainingLoader)) else None
+                size = batch_size_of(batch) if share is None else share.own
+                batch = to_device(batch, objective.spec.device)
+                weight = size if share is None else self._loss_weight(batch, share)
+                if size == 0:
+                    continue  # a mean over no samples is NaN
+                outputs.clear()
+                loss = objective.loss(batch)
+                values = {"loss": (weight, loss)} if objective.has_loss else {}
+                values |= {name: (size, metric(outputs[-1], batch)) for name, metric in metrics.items()}
+                for name, (factor, value) in values.items():
+                    if factor:  # the mean over a slice without weight is NaN
+                        totals[name] = totals[name] + factor * torch.as_tensor(value).float()
+                samples += size
+        return samples, {name: float(total) for name, total in totals.items()}
+
+    def _loss_weight(self, batch: Any, share: BatchShare) -> float:
+        """Return the factor of this rank's loss, so that the sum over all ranks is that of the whole batch.
+
+        The factors are those of training: see ``Stepper.weigh``.
+        """
+        micro, spec = self._job.stepper.micro_batches, self._job.spec
+        if spec.loss_weight is not None:
+            own = float(micro.weight_of(batch)) if share.own else 0.0
+            total = spec.ranks.total(own)
+            return share.total * own / total if total else share.own
+        return share.total if micro.sums_losses else share.own
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[list[Any]]:
+    """Set a model to eval mode under ``inference_mode``, and collect the outputs of its calls."""
     outputs: list[Any] = []
-    modes = [(m, m.training) for m in model.modules()]
+    modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
     hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    totals: dict[str, Tensor] = {}
-    samples = 0
     try:
         model.eval()
         with torch.inference_mode():
-            for batch in loader:
-                size = batch_size_of(batch)
-                if size == 0:
-                    continue  # a mean over no samples is NaN
-                batch = to_device(batch, objective.spec.device)
-                outputs.clear()
-                loss = objective.loss(batch)
-                values = {"loss": loss} if objective.has_loss else {}
-                values |= {name: metric(outputs[-1], batch) for name, metric in metrics.items()}
-                for name, value in values.items():
-                    totals[name] = totals.get(name, torch.zeros(())) + size * torch.as_tensor(value).float()
-                samples += size
+            yield outputs
     finally:
         hook.remove()
         for module, training in modes:
             module.training = training
-    if samples == 0:
-        raise ValueError("eval loader yielded no batch")
-    return {name: float(total) / samples for name, total in totals.items()}

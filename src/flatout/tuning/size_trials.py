@@ -9,10 +9,10 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, tensors_within
-from flatout.core.machine import available_memory
+from flatout.core.machine import available_memory, local_ranks
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.distributed.process_group import group_size
-from flatout.techniques.batch_size import BatchCandidate
+from flatout.techniques.batch_size import BatchCandidate, largest_batch
 from flatout.training.micro_batches import part_sizes
 from flatout.tuning.size_finder import Found, find
 from flatout.tuning.size_models import Probe
@@ -146,18 +146,23 @@ class SizeTrials:
 
 
 def resident_bytes(job: Job) -> int:
-    """Return the bytes that stay between steps: parameters, buffers and optimizer state. Gradients belong to a step."""
+    """Return the bytes that stay between steps: parameters, buffers, optimizer state, and DDP's buckets for gradients.
+
+    Gradients belong to a step.
+    """
     assert job.spec.optimizer is not None
     owned = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
     tensors = {id(t): t for t in (*parameters_of(job.spec.optimizer), *owned)}
     own = sum(t.nbytes for t in tensors.values()) + state_bytes(job.spec.optimizer)
+    own += 0 if job.stepper.sync is None else job.stepper.sync.bucket_bytes
     return int(job.spec.ranks.largest([own])[0])
 
 
 def memory_limit(job: Job) -> float:
     """Return the memory limit of training in bytes on each rank, at most ``job.spec.memory_limit``.
 
-    The limit is the device's free memory with a margin, on the rank with the least.
+    The limit is the device's free memory with a margin, on the rank with the least. Ranks on one machine share the
+    memory of its CPU.
 
     On a GPU, the trials' own copy of model and optimizer state counts as used.
     """
@@ -168,7 +173,7 @@ def memory_limit(job: Job) -> float:
         unused = min(free + torch.cuda.memory_reserved(index), allowed) - torch.cuda.memory_allocated(index)
         unused += sum(p.grad.nbytes for m in job.spec.modules for p in m.parameters() if p.grad is not None)
     else:
-        unused = available_memory()
+        unused = available_memory() // local_ranks()
     left = (1 - MARGIN) * (job.spec.ranks.smallest([unused])[0] + resident_bytes(job))
     return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)
 
@@ -176,12 +181,14 @@ def memory_limit(job: Job) -> float:
 def parts_that_fit(job: Job) -> BatchCandidate | None:
     """Return the largest parts of batches that fit in memory; None if whole batches fit.
 
+    Ranks that train on their own keep whole batches, because each would find parts of another size.
+
     Raises:
         torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be split.
     """
-    if group_size() > 1:
+    if group_size() > job.spec.ranks.size:
         return None
-    largest, trials = max(map(batch_size_of, job.data.batches)), SizeTrials(job)
+    largest, trials = largest_batch(job), SizeTrials(job)
     if trials.fits(largest):
         return None
     too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"

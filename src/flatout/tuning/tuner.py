@@ -258,9 +258,10 @@ class Tuner:
                 found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
         except Exception as error:  # of the user's code, which may accept one size only
             raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
+        reason = found.reason if ranks.size == 1 else f"on each rank, {found.reason}"
         if found.samples is None or found.samples == now:
-            raise NothingBetter(found.reason)
-        return [technique.sized(job, found.samples, found.reason)]
+            raise NothingBetter(reason)
+        return [technique.sized(job, found.samples, reason)]
 
     def _try_all(
         self, candidates: Sequence[CandidateT], *techniques: StepTechnique
