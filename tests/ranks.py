@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 def _serve(rank: int, world: int, store: str, jobs: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders start workers
+    # Loaders may start workers, and a fork takes less time than torch's import in a new process.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )

@@ -61,7 +61,7 @@ def _resources(cores: int, memory: int, shared_memory: int) -> Any:
     """Patch the resources that the tuner reads from the machine, which no public argument sets."""
     return mock.patch.multiple(
         "flatout.data.tuning",
-        usable_cores=lambda: cores,
+        own_cores=lambda: cores,
         available_memory=lambda: memory,
         free_shared_memory=lambda: shared_memory,
     )

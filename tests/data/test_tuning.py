@@ -258,6 +258,13 @@ def test_cores_are_counted_within_the_affinity(files, allowed, cores):
     assert machine.usable_cores() == cores
 
 
+@pytest.mark.parametrize(("ranks", "cores"), [("", 4), ("1", 4), ("2", 2), ("3", 1), ("8", 1)])
+def test_ranks_on_one_machine_share_its_cores(files, monkeypatch, ranks, cores):
+    files.affinity = range(8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert machine.own_cores() == cores
+
+
 @pytest.mark.parametrize(
     ("groups", "own", "left"),
     [

@@ -262,10 +262,10 @@ def tuned_workers(workers: int, busy: float = 0.0, *, persistent: bool = False) 
 
 @contextlib.contextmanager
 def usable_cores(count: int) -> Iterator[None]:
-    """Set the number of cores that this process can use."""
+    """Set the number of cores that this process can use, as the only rank."""
     with contextlib.ExitStack() as stack:
         for module in ("data.tuning", "techniques.workers", "techniques.cpu_threads"):
-            stack.enter_context(mock.patch(f"flatout.{module}.usable_cores", return_value=count))
+            stack.enter_context(mock.patch(f"flatout.{module}.own_cores", return_value=count))
         yield
 
 

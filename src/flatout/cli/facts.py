@@ -181,11 +181,10 @@ def cores() -> Iterator[Facts]:
     quota = min(map(machine.quota_of, machine.control_groups("cpu")), default=math.inf)
     limits = [f"affinity {allowed}"] if allowed < visible else []
     limits += [f"quota {quota:g}"] if quota < allowed else []
-    cores, ranks = machine.usable_cores(), machine.local_ranks()
     yield Facts(
-        cores=cores,
-        ranks=ranks,
-        share=max(1, cores // ranks),
+        cores=machine.usable_cores(),
+        ranks=machine.local_ranks(),
+        share=machine.own_cores(),
         visible=visible,
         limits=", ".join([*limits, platform.machine()]),
         threads=torch.get_num_threads(),

@@ -29,13 +29,18 @@ def local_ranks() -> int:
     return max(1, int(ranks)) if ranks.isdecimal() else 1
 
 
+def own_cores() -> int:
+    """Return this rank's share of the usable cores, at least 1; all of them without other ranks on this machine."""
+    return max(1, usable_cores() // local_ranks())
+
+
 @functools.cache
 def copy_threads() -> int:
-    """Return the number of threads that copy batches in memory: half of the usable cores, at least 1 and at most 4.
+    """Return the number of threads that copy batches in memory: half of this rank's cores, at least 1 and at most 4.
 
     Each epoch asks for the number, and finding the cores reads a file per CPU. So the first result is kept.
     """
-    return min(4, max(1, usable_cores() // 2))
+    return min(4, max(1, own_cores() // 2))
 
 
 def cpu_name() -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from flatout.core import formatting
 from flatout.core.described import Described
-from flatout.core.machine import available_memory, free_shared_memory, usable_cores
+from flatout.core.machine import available_memory, free_shared_memory, own_cores
 from flatout.core.random_state import RandomState
 from flatout.data.loader_class import is_plain
 from flatout.data.loaders import LoaderPosition, is_rewindable, length_of
@@ -187,7 +187,7 @@ class _SettingsSearch:
         """Another number to try: more while they bring more, then fewer while they do as well."""
         most, tried = self._bound().workers, sorted(n for n in self._tries if n)
         if not tried:
-            return min(most, self._estimate(self._tries[0]) if self._step_time else usable_cores())
+            return min(most, self._estimate(self._tries[0]) if self._step_time else own_cores())
         fewest = self._fewest(tried)
         keeps_up = self._keeps_up(self._tries[fewest])
         estimate = self._estimate(self._tries[fewest]) if self._step_time else self._affordable()
@@ -247,7 +247,7 @@ class _SettingsSearch:
 
     def _bound(self) -> _Bound:
         """How many workers the machine can serve, and what it is that sets the limit."""
-        cores, busy, batch = usable_cores(), self._trials.busy, self._trials.batch_bytes
+        cores, busy, batch = own_cores(), self._trials.busy, self._trials.batch_bytes
         each = max((t.worker_bytes for t in self._tries.values()), default=0) or _WORKER_BYTES
         shared, memory = free_shared_memory(), available_memory()
         ahead, given = PREFETCH * batch, 2 * batch  # `given`: the batch of a step, and the one before it

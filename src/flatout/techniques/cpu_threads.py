@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.core.machine import usable_cores
+from flatout.core.machine import own_cores
 from flatout.core.process_flags import process_flag
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
@@ -103,7 +103,7 @@ class CpuThreads(StepTechnique):
 
     @staticmethod
     def _numbers(job: Job) -> list[int]:
-        cores, threads = job.spec.ranks.first((usable_cores(), torch.get_num_threads()))
+        cores, threads = job.spec.ranks.first((own_cores(), torch.get_num_threads()))
         numbers = dict.fromkeys((cores, max(1, cores // 2), 1))
         numbers.pop(threads, None)
         return list(numbers)

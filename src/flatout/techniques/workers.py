@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from flatout.core.machine import usable_cores
+from flatout.core.machine import own_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.seeding import with_workers
@@ -111,7 +111,7 @@ class Workers(SparingTechnique):
     def spares(self, job: Job) -> bool:
         """Return True if there are more workers than cores, because candidates have fewer."""
         base = base_of(job.data.loader)
-        return base is not None and base.num_workers > job.spec.ranks.first(usable_cores())
+        return base is not None and base.num_workers > job.spec.ranks.first(own_cores())
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
         """Return the seconds of ``tune``: some rounds of all workers if batches are slow."""

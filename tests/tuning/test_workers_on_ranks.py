@@ -1,0 +1,46 @@
+"""All ranks decide alike about worker processes and TorchScript, whose warm-ups take time of their own on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.tuning import worker_checks as checks
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+def test_workers_are_measured_by_all_ranks(pair: RankPool) -> None:
+    pair(checks.workers_are_measured_by_all_ranks)
+
+
+def test_workers_are_those_that_rank_0_has_found(pair: RankPool) -> None:
+    pair(checks.workers_are_those_that_rank_0_has_found)
+
+
+@pytest.mark.parametrize("settings", [1, {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}])
+def test_requested_workers_load_the_same_batches(pair: RankPool, settings: Any) -> None:
+    pair(checks.requested_workers_load_the_same_batches, settings)
+
+
+def test_torchscript_is_measured_by_all_ranks(pair: RankPool) -> None:
+    pair(checks.torchscript_is_measured_by_all_ranks)
+
+
+@pytest.mark.parametrize("value", [True, "script", "trace"])
+def test_requested_torchscript_trains_as_the_plain_model(pair: RankPool, value: Any) -> None:
+    pair(checks.requested_torchscript_trains_as_the_plain_model, value)
+
+
+def test_torchscript_that_fails_on_one_rank_is_refused_by_all(pair: RankPool) -> None:
+    pair(checks.torchscript_that_fails_on_one_rank_is_refused_by_all)
