@@ -1,4 +1,4 @@
-"""Buckets of the hidden DDP, adapted to the model's gradients and to the decisions."""
+"""Settling of the hidden DDP: buckets in the order of the gradients, after decisions that require a new DDP."""
 
 from __future__ import annotations
 
