@@ -39,6 +39,11 @@ def reports() -> dict[str, str]:
         "tuned and not raced": dataclasses.replace(bare, before=None, won=whole.won),
         "slower": dataclasses.replace(bare, before=whole.after, after=whole.before),
         "as fast": dataclasses.replace(bare, before=whole.before, after=whole.before),
+        "on several ranks": dataclasses.replace(
+            bare,
+            before=dataclasses.replace(whole.before, exposed_ms=0.31),
+            after=dataclasses.replace(whole.after, exposed_ms=0.042),
+        ),
         "nothing": Summary(rows=(), environment={}),
         "from one pair": Summary((report_sample.one_pair_row(),), {}),
     }

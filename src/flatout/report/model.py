@@ -160,6 +160,8 @@ class Pace:
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
         cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
+        exposed_ms: exposed communication in ``step_ms``: time that averaging the gradients over all ranks adds to a
+            step, milliseconds; None on one process, and if unknown.
         stretches: ``(load_ms, step_ms)`` of each stretch of training that the means are of; empty if unknown. The
             spread of these shows how certain the means are.
     """
@@ -172,6 +174,7 @@ class Pace:
     phases: Mapping[str, float] = field(default_factory=dict)
     loader_per_second: float | None = None
     cpu_ms: float | None = None
+    exposed_ms: float | None = None
     stretches: tuple[tuple[float, float], ...] = ()
 
     def scaled(self, times: float) -> Pace:

@@ -128,6 +128,12 @@ _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str
         "what a step takes on top of parameters, gradients and optimizer state",
     ),
     (
+        "communication",
+        lambda pace: pace.exposed_ms,
+        formatting.milliseconds,
+        "what averaging gradients over all ranks adds to a step",
+    ),
+    (
         "MFU",
         lambda pace: pace.mfu,
         lambda mfu: formatting.share(mfu, 1),

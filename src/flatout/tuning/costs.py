@@ -25,14 +25,14 @@ SHARE = 0.05
 def costs_of(bench: Bench) -> dict[str, Any]:
     """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
 
-    The fields are ``step_bytes``, ``phases`` and, if the loader can be rewound, ``loader_per_second``.
+    The fields are ``step_bytes``, ``phases``, ``exposed_ms`` and, if the loader can be rewound, ``loader_per_second``.
     """
     job, pace = bench.job, bench.pace
     told: dict[str, Any] = {}
     if _affords(bench, FEWEST_UPDATES * job.spec.accumulate * pace.step_ms):
         if bench.phases is None:
             bench.phases = _phases(bench)
-        told |= {"step_bytes": bench.memory, "phases": bench.phases}
+        told |= {"step_bytes": bench.memory, "phases": bench.phases, "exposed_ms": bench.exposed_ms}
     _, queue = workers_and_queue(job, job.data.source)
     if bench.rewindable and not queue and pace.load_ms >= 1e3 * ALONE_SECONDS:
         told["loader_per_second"] = pace.samples_per_second / pace.load_fraction
