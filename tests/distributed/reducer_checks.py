@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import warnings
@@ -26,6 +27,8 @@ from flatout.techniques.data_parallel import Replicas
 from flatout.training.job import Job
 from flatout.training.recovery import Recovery
 from tests.distributed.data_parallel_checks import (
+    CLASSES,
+    WIDTH,
     Net,
     assert_equal_on_all_ranks,
     assert_same_training,
@@ -109,6 +112,28 @@ def steps_equal_those_of_ddp(options: ReducerOptions, unused: str) -> None:
     assert_bit_equal(found, expected)
     assert_equal_on_all_ranks(found[-1])
     assert sync.steps_to_settle == 0
+    sync.remove()
+
+
+class TwoDtypes(nn.Module):
+    """Model whose gradients need two buckets at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).double())
+
+
+def gradients_of_two_dtypes_equal_those_of_ddp(options: ReducerOptions) -> None:
+    torch.manual_seed(0)
+    model = TwoDtypes()
+    reference = copy.deepcopy(model)
+    sync = GradientSync([model], ranks())
+    sync.options = options
+    ddp = plain_ddp(reference, options, unused=False)
+    assert_bit_equal(steps_of(model, partial(by_sync, sync, model), 4), steps_of(reference, partial(by_ddp, ddp), 4))
     sync.remove()
 
 
