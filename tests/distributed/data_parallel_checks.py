@@ -312,17 +312,20 @@ class Dropping(nn.Module):
         return self.body(x)
 
 
-def dropping(accumulate: int) -> flatout.Run:
+def dropping(accumulate: int, **arguments: Any) -> flatout.Run:
     torch.manual_seed(7)
     model = Dropping()
-    run = optimized(model, optimizer_of(model, "adamw"), accumulate=accumulate)
+    run = optimized(model, optimizer_of(model, "adamw"), accumulate=accumulate, **arguments)
     torch.manual_seed(100 + dist.get_rank())
     return run
 
 
-def a_training_resumes_bit_for_bit(folder: str, accumulate: int, steps: int) -> None:
+def a_training_resumes_bit_for_bit(
+    folder: str, accumulate: int, steps: int, techniques: dict[str, Any] | None = None
+) -> None:
+    """Resume in another run, with the plan of the first one."""
     path = Path(folder) / "state.pt"
-    run = dropping(accumulate)
+    run = dropping(accumulate, techniques=techniques)
     taken = iter(run.loader)
     for _ in range(steps):
         run.step(next(taken))
@@ -330,7 +333,8 @@ def a_training_resumes_bit_for_bit(folder: str, accumulate: int, steps: int) -> 
     rest = [run.step(batch).item() for batch in taken] + trained(run, 1)
     run.flush_saves()
     dist.barrier()
-    other = dropping(accumulate)
+    other = dropping(accumulate, plan=run.plan)
+    assert other.plan.decisions == run.plan.decisions
     torch.manual_seed(99)
     other.load(path)
     assert trained(other, 2) == rest
