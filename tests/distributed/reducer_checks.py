@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def by_ddp(ddp: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def assert_bit_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert one.dtype is other.dtype
         assert torch.equal(one, other)
 
 
@@ -146,6 +148,7 @@ def compression_rounds_to_its_dtype() -> None:
         steps_of(reference, partial(by_ddp, plain_ddp(reference, ReducerOptions(), unused=False)), 1),
     )
     for grad, mean in zip(found, expected, strict=True):
+        assert grad.dtype is torch.float32
         assert torch.equal(grad, grad.bfloat16().float())
         # Each part and each sum is rounded, by at most 2**-9 of the largest partial sum.
         torch.testing.assert_close(grad, mean, rtol=0, atol=dist.get_world_size() * 2**-8 * float(mean.abs().max()))
@@ -163,16 +166,24 @@ def an_exchange_frees_the_old_ddp(options: ReducerOptions) -> None:
     before = living(DistributedDataParallel)
     model, reference = net(), net()
     sync = GradientSync([model], ranks())
+    made: list[int] = []
+
+    def make(*args: Any, **kwargs: Any) -> DistributedDataParallel:
+        made.append(living(DistributedDataParallel) - before)
+        return DistributedDataParallel(*args, **kwargs)
+
     gc.disable()
     try:
         for changed in (ReducerOptions(), options, ReducerOptions(), options):
             sync.options = changed
-            found = steps_of(model, partial(by_sync, sync, model), 2)
+            with mock.patch("flatout.distributed.gradient_sync.DistributedDataParallel", make):
+                found = steps_of(model, partial(by_sync, sync, model), 2)
             ddp = plain_ddp(reference, changed, unused=False)
             assert_bit_equal(found, steps_of(reference, partial(by_ddp, ddp), 2))
             ddp._remove_autograd_hooks()
             del ddp
             assert living(DistributedDataParallel) == before + 1
+        assert made == [0, 0, 0]  # the first change is none
         sync.remove()
         assert living(DistributedDataParallel) == before
     finally:
@@ -199,6 +210,21 @@ def an_option_set_and_taken_back_keeps_the_ddp() -> None:
     sync.options = before
     assert sync.steps_to_settle == 0
     assert not sync.refresh()
+    sync.remove()
+
+
+def a_step_alone_leaves_the_gradients_of_this_rank() -> None:
+    model, plain = net(), net()
+    sync = GradientSync([model], ranks())
+    x, y = slices()[0]
+    with sync.alone():
+        by_sync(sync, model, x, y)
+    cross_entropy(plain(x), y).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert sync.steps_to_settle == 2
     sync.remove()
 
 

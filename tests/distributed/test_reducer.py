@@ -65,6 +65,10 @@ def test_an_option_set_and_taken_back_keeps_the_ddp(pair: RankPool) -> None:
     pair(checks.an_option_set_and_taken_back_keeps_the_ddp)
 
 
+def test_a_step_alone_leaves_the_gradients_of_this_rank(pair: RankPool) -> None:
+    pair(checks.a_step_alone_leaves_the_gradients_of_this_rank)
+
+
 def test_strides_that_change_keep_the_options(pair: RankPool) -> None:
     pair(checks.strides_that_change_keep_the_options)
 
