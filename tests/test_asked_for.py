@@ -38,6 +38,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compile": (True,),
     "torchscript": (True, "trace"),
     "cuda_graph": (True,),
+    "static_graph": (True,),
+    "gradient_buckets": (True, 25),
+    "gradient_compression": (True, "bf16"),
     "in_memory": (True, "device"),
     "workers": (0, 1, {"num_workers": 1, "prefetch_factor": 3}),
 }
@@ -137,7 +140,8 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "other optimizer": lambda: Training(optimizer=torch.optim.Adagrad),
 }
 
-ON_GPU = {"tf32", "cudnn_benchmark", "cuda_graph"}
+ELSEWHERE = {"tf32", "cudnn_benchmark", "cuda_graph", "static_graph", "gradient_buckets", "gradient_compression"}
+"""Techniques that need a GPU or several ranks."""
 
 CANNOT: dict[str, set[str]] = {
     "usual": set(),
@@ -159,7 +163,7 @@ CASES = [(training, name, value) for training in TRAININGS for name, values in V
 
 def is_refused(training: str, technique: str, value: Any) -> bool:
     parts = value if isinstance(value, dict) else [value]
-    return any(part in CANNOT[training] | ON_GPU for part in (technique, *parts))
+    return any(part in CANNOT[training] | ELSEWHERE for part in (technique, *parts))
 
 
 ALREADY = [("list", "workers", 0), ("stream", "workers", 0)]
@@ -209,7 +213,7 @@ def test_unknown_values_are_refused(technique: str, training: str) -> None:
         assert repr(value) in str(refused.value)
 
 
-@pytest.mark.parametrize("technique", sorted(VALUES.keys() - ON_GPU))
+@pytest.mark.parametrize("technique", sorted(VALUES.keys() - ELSEWHERE))
 def test_a_forced_technique_stays_after_trials_and_race(technique: str, compiler: Compiler, clock: Clock) -> None:
     """Both loops of the race have the forced technique."""
     other = "cpu_threads" if technique != "cpu_threads" else "fused_optimizer"
@@ -309,7 +313,7 @@ def test_no_precision_is_tried_if_the_loss_uses_autocast() -> None:
 
 
 def test_a_plan_and_a_choice_must_agree_for_every_technique(compiler: Compiler) -> None:
-    for technique in sorted(VALUES.keys() - ON_GPU):
+    for technique in sorted(VALUES.keys() - ELSEWHERE):
         plan = Training().optimize({}).plan
         with pytest.raises(ValueError, match=rf"{technique}.*False"):
             Training().optimize({technique: VALUES[technique][-1]}, plan=plan)

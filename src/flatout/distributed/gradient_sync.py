@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.distributed.reducer import AllReduces, ReducerOptions
 from flatout.distributed.step_clock import StepClock
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class UnusedParameters(RuntimeError):
-    """Some parameters got no gradient in a backward, and DDP still waits for these."""
+    """Other parameters got a gradient in a backward than DDP expects."""
 
 
 class _Call(nn.Module):
@@ -37,41 +39,14 @@ class _Call(nn.Module):
         return call(*args, **kwargs)
 
 
-class _Progress:
-    """Progress of a backward. DDP's hook refers to it, and must not refer to the DDP, which would never be freed.
-
-    Attributes:
-        launched: number of buckets whose all-reduce has started.
-        is_complete: True if the last bucket was among them.
-    """
-
-    def __init__(self, ranks: int, clock: StepClock) -> None:
-        self.launched = 0
-        self.is_complete = True
-        self._ranks = ranks
-        self._clock = clock
-
-    def begin(self) -> None:
-        self.launched, self.is_complete = 0, False
-
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        self.launched += 1
-        if bucket.is_last():
-            self.is_complete = True
-            self._clock.ready()
-        mean = bucket.buffer().div_(self._ranks)  # before the sum, which may overflow 16 bits
-        summed = dist.all_reduce(mean, async_op=True).get_future()
-        return summed.then(lambda future: future.value()[0])
-
-
 class GradientSync:
     """Gradients of a training, averaged over all ranks while the backward computes them.
 
     A call inside :meth:`run` takes part in the backward's all-reduces. Any other backward leaves the gradients of this
-    rank, for :meth:`reduce`. All ranks must make the same calls in the same order.
+    rank, for :meth:`reduce`. All ranks must make the same calls in the same order, and set the same ``options``.
 
-    A rank that fails in :meth:`run` or in the backward still owes the others its part of the all-reduces:
-    :meth:`complete` pays it with zeros. After that, :meth:`reset` on all ranks makes the next step possible.
+    A rank that fails in :meth:`run` or in the backward still owes the others its part of the all-reduces.
+    :meth:`averaged` pays it with zeros. After that, :meth:`reset` on all ranks makes the next step possible.
 
     Args:
         modules: the trained modules, on the device of this rank. Their parameters and buffers become those of rank 0.
@@ -79,27 +54,48 @@ class GradientSync:
         clock: measures the steps of this rank.
 
     Attributes:
+        options: options of the reducer. The next call of ``run`` or ``refresh`` applies a change.
         is_inside: True while a call inside ``run`` or ``alone`` runs.
         clock: the argument.
-        finds_unused: True if a parameter may get no gradient in a step. This costs a walk through the graph.
+        finds_unused: True if a parameter may get no gradient in a step. This costs a walk through the graph, unless the
+            graph is static.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
+        self.options = ReducerOptions()
         self.is_inside = False
         self.clock = clock
+        self.finds_unused = False
         self._modules = list(modules)
         self._ranks = ranks
-        self._progress = _Progress(ranks.size, clock)
-        self._make(find_unused=False, broadcasts=True)
+        self._ddp: Any = None
+        self._made_for: tuple[ReducerOptions, bool] | None = None
+        self._make(broadcasts=True)
 
-    def _make(self, *, find_unused: bool, broadcasts: bool) -> None:
-        self.finds_unused = find_unused
-        self._strides = self._present_strides
+    def _make(self, *, broadcasts: bool = False) -> None:
+        """Replace the DDP. Its buckets are freed before the new one allocates any."""
+        self.remove()
+        options, made_for = self.options, self._wanted
         self._ddp = DistributedDataParallel(
-            _Call(self._modules), find_unused_parameters=find_unused, init_sync=broadcasts
+            _Call(self._modules),
+            init_sync=broadcasts,
+            bucket_cap_mb=None if options.bucket_bytes is None else options.bucket_bytes / 2**20,
+            find_unused_parameters=self._searches_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
         )
-        progress = self._progress
-        self._ddp.register_comm_hook(None, lambda state, bucket: progress.reduce(bucket))
+        elements = sum(parameter.numel() for parameter in self._trained)
+        self._all_reduces = launches = AllReduces(elements, self._ranks.size, options.compression, self.clock)
+        self._ddp.register_comm_hook(None, lambda state, bucket: launches.launch(bucket))
+        self._made_for, self._strides = made_for, self._present_strides
+
+    @property
+    def _wanted(self) -> tuple[ReducerOptions, bool]:
+        return self.options, self.finds_unused
+
+    @property
+    def _searches_graph(self) -> bool:
+        return self.finds_unused and not self.options.static_graph
 
     @property
     def _present_strides(self) -> list[tuple[int, ...]]:
@@ -114,20 +110,39 @@ class GradientSync:
         """Bytes of DDP's buckets, which hold a copy of every gradient."""
         return sum(p.nbytes for p in self._trained)
 
+    @property
+    def steps_to_settle(self) -> int:
+        """Steps until the DDP has its full speed.
+
+        DDP learns the order of the gradients in the first step, and in the second one if the graph is static. The next
+        step begins with new buckets in this order. A DDP that searches the graph keeps its first buckets.
+        """
+        needed = 1 if self._searches_graph else 3 if self.options.static_graph else 2
+        return max(0, needed - (self._all_reduces.steps if self._made_for == self._wanted else 0))
+
     def refresh(self) -> bool:
-        """Make a new DDP if parameters have other strides than before, as with channels_last. The old one would copy.
+        """Make a new DDP if options have changed, or strides of parameters, as with channels_last. It would copy.
+
+        All ranks must call this together.
 
         Returns:
             True if there is a new one.
+
+        Raises:
+            RankFailure: memory ran out on some of the ranks. The next call tries again.
         """
-        has_changed = self._strides != self._present_strides
-        if has_changed:
+        if self._made_for == self._wanted and self._strides == self._present_strides:
+            return False
+        try:
+            with self._ranks.attempt():
+                self._make()
+        except Exception:
             self.remove()
-            self._make(find_unused=self.finds_unused, broadcasts=False)
-        return has_changed
+            raise
+        return True
 
     def allow_unused(self, error: RuntimeError) -> bool:
-        """Allow parameters without gradients from now on, if a step has failed on some rank because of one.
+        """Allow any parameters without gradients from now on, if a step has failed on some rank because of one.
 
         All ranks must call this after a failed step.
 
@@ -137,20 +152,29 @@ class GradientSync:
         Returns:
             True if the step can be taken again.
         """
-        if self.finds_unused or not isinstance(error, (RankFailure, UnusedParameters)):
+        if self._searches_graph or not isinstance(error, (RankFailure, UnusedParameters)):
             return False
         is_own = isinstance(error, UnusedParameters) or isinstance(error.__cause__, UnusedParameters)
         if self._ranks.all_hold(not is_own):
             return False
-        self.remove()
-        self._make(find_unused=True, broadcasts=False)
+        self.finds_unused = True
+        self.options = replace(self.options, static_graph=False)
         return True
 
     def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the model. The backward from its result averages the gradients over all ranks."""
-        self._progress.begin()
+        if self.is_inside:
+            return call(*args, **kwargs)
+        ddp = self._current()
+        self._all_reduces.begin()
         with self.alone():
-            return self._ddp(call, args, kwargs)
+            return ddp(call, args, kwargs)
+
+    def _current(self) -> Any:
+        """Return a DDP with the present options."""
+        if self._made_for != self._wanted:
+            self.refresh()
+        return self._ddp
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -163,29 +187,45 @@ class GradientSync:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a batch that is not the last of an update, as DDP's."""
-        return self._ddp.no_sync()
+        return self._current().no_sync()
 
-    def check(self) -> None:
-        """Check that a backward has averaged all gradients.
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Average the gradients of a ``run`` and its backward inside the block, also if the block fails on this rank.
 
         Raises:
-            UnusedParameters: some parameters got no gradient.
+            UnusedParameters: some parameters got no gradient, or the graph is not static.
         """
-        if not self._progress.is_complete:
-            raise UnusedParameters("some parameters got no gradient in this step")
+        try:
+            yield
+            if not self._all_reduces.is_complete:
+                raise UnusedParameters("some parameters got no gradient in this step")
+        except Exception as error:
+            self._complete()
+            if self.options.static_graph and "training graph has changed" in str(error):
+                raise UnusedParameters("the parameters that get gradients have changed") from error
+            raise
 
-    def complete(self) -> None:
+    def _complete(self) -> None:
         """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank."""
-        if not self._progress.is_complete:
-            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()[self._progress.launched :]:
-                self._progress.reduce(bucket).wait()
-            if self.finds_unused:
-                self._ddp._match_unused_params_allreduce()
+        all_reduces = self._all_reduces
+        if all_reduces.is_complete:
+            return
+        # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
+        if self.options.static_graph and all_reduces.steps == 0 and not all_reduces.began:
+            self._ddp._match_unused_params_allreduce()
+        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()[all_reduces.launched :]:
+            all_reduces.launch(bucket).wait()
+        if self._searches_graph:
+            self._ddp._match_unused_params_allreduce()
 
     def reset(self) -> None:
         """Forget a backward that failed on some rank. All ranks must call this, before their next ``run``."""
-        self._ddp._update_process_group(self._ddp.process_group)
-        self._progress.is_complete = True
+        self._all_reduces.forget()
+        if self._ddp is not None:
+            self._ddp._update_process_group(self._ddp.process_group)
+        if self.options.static_graph:
+            self._made_for = None  # the first step of a new DDP shows again what is static
 
     def reduce(self) -> None:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
@@ -212,8 +252,9 @@ class GradientSync:
 
     def broadcast_buffers(self) -> None:
         """Make the buffers of all ranks those of rank 0, as every call inside ``run`` does first."""
-        if self._ddp.modules_buffers:
-            self._ddp._sync_buffers()
+        buffers, group = list(nn.ModuleList(self._modules).buffers()), dist.group.WORLD
+        if buffers and group is not None:
+            dist._broadcast_coalesced(group, buffers, BUCKET_BYTES, 0)
 
     def relative(self, weight: Tensor) -> Tensor:
         """Return a weight relative to its mean over all ranks, 0-dim; 1 if all weights are 0."""
@@ -227,8 +268,10 @@ class GradientSync:
         return value.div_(self._ranks.size)
 
     def remove(self) -> None:
-        """Remove the hooks of DDP from the parameters."""
-        self._ddp._remove_autograd_hooks()
+        """Remove the hooks of DDP from the parameters, and free its buckets."""
+        if self._ddp is not None:
+            self._ddp._remove_autograd_hooks()
+        self._ddp = self._made_for = None
 
 
 def _chunks(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -198,6 +198,8 @@ class Pace:
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
         cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
+        exposed_ms: exposed communication in ``step_ms``: time that averaging the gradients over all ranks adds to a
+            step, milliseconds; None on one process, and if unknown.
         stretches: ``(load_ms, step_ms)`` of each stretch of training that the means are of; empty if unknown. The
             spread of these shows how certain the means are.
         ranks: times of each rank in such steps, by rank; empty in a training of one process.
@@ -213,6 +215,7 @@ class Pace:
     phases: Mapping[str, float] = field(default_factory=dict)
     loader_per_second: float | None = None
     cpu_ms: float | None = None
+    exposed_ms: float | None = None
     stretches: tuple[tuple[float, float], ...] = ()
     ranks: tuple[RankPace, ...] = ()
     scaling: float | None = None
@@ -238,11 +241,6 @@ class Pace:
     def step_per_second(self) -> float:
         """Samples per second of the step alone, without waiting for batches; NaN if unknown."""
         return self.samples_per_second * self.total_ms / self.step_ms if self.step_ms > 0 else math.nan
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """Time that no rank hides behind its computation: the wait of the slowest rank; None in one process."""
-        return min((rank.wait_ms for rank in self.ranks), default=None)
 
     @property
     def load_fraction(self) -> float:

@@ -140,7 +140,7 @@ _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str
         "exposed communication",
         lambda pace: pace.exposed_ms,
         formatting.milliseconds,
-        "wait for gradients of the other ranks in a step of the slowest rank",
+        "what averaging gradients over all ranks adds to a step",
     ),
     (
         "scaling efficiency",
@@ -195,9 +195,11 @@ def straggler(ranks: Sequence[RankPace]) -> str:
 
 def ranks_in_words(pace: Pace) -> str:
     """Return the ranks of a training on one line or two; empty for one process."""
-    if not pace.ranks or pace.exposed_ms is None:
+    if not pace.ranks:
         return ""
-    told = [str(len(pace.ranks)), f"exposed communication {formatting.milliseconds(pace.exposed_ms)} a step"]
+    told = [str(len(pace.ranks))]
+    if pace.exposed_ms is not None:
+        told.append(f"exposed communication {formatting.milliseconds(pace.exposed_ms)} a step")
     if pace.scaling is not None:
         told.append(f"scaling {formatting.share(pace.scaling)}")
     return "\n".join(filter(None, (" · ".join(told), straggler(pace.ranks))))

@@ -35,11 +35,15 @@ from flatout.techniques.data_parallel import DataParallel
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
+from flatout.techniques.gradient_buckets import GradientBuckets
+from flatout.techniques.gradient_compression import GradientCompression
 from flatout.techniques.in_memory import InMemory
 from flatout.techniques.malloc import Malloc
 from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.precision import Precision
+from flatout.techniques.reducer_options import ReducerTechnique
 from flatout.techniques.sdpa_backend import SdpaBackend
+from flatout.techniques.static_graph import StaticGraph
 from flatout.techniques.sync_points import SyncPoints
 from flatout.techniques.tf32 import Tf32
 from flatout.techniques.torchscript import TorchScript
@@ -65,6 +69,9 @@ REGISTRY: tuple[Technique, ...] = (
     Compile(),
     TorchScript(),
     CudaGraph(),
+    StaticGraph(),
+    GradientBuckets(),
+    GradientCompression(),
     InMemory(),
     Workers(),
     Transforms(),
@@ -75,7 +82,8 @@ REGISTRY: tuple[Technique, ...] = (
 """Every technique, in the order in which they are tried.
 
 The order is placement and data parallel, precision, memory format, backends, threads, optimizer, batch size, compile or
-TorchScript, and the graph of the whole step. The loader follows, because it must reach the rate of the tuned step.
+TorchScript, and the graph of the whole step. The averaging of gradients follows, because it must overlap with the tuned
+backward. So does the loader, because it must reach the rate of the tuned step.
 Advice comes last.
 
 The batch size comes before code that is compiled or captured for the shapes of a batch. Threads come before compile,
@@ -96,6 +104,7 @@ __all__ = [
     "ObservingCandidate",
     "PairCandidate",
     "PricedRule",
+    "ReducerTechnique",
     "ResizingCandidate",
     "Rule",
     "SizeTechnique",

@@ -122,6 +122,20 @@ class Stepper:
             self._scaler = GradScaler(self.spec.device.type)
         return self._scaler
 
+    @property
+    def averages_in_backward(self) -> bool:
+        """True if a step averages its gradients over the ranks during the backward, and not before the update.
+
+        The limit of parts decides, not their number: one rank may have a sample more, and so compute two parts. With
+        accumulation, the backward would average gradients of earlier batches even if this batch fails.
+        """
+        return self.sync is not None and self.accumulate == 1 and self.micro_batches.size is None
+
+    @property
+    def steps_to_settle(self) -> int:
+        """Steps until a step has its full speed, after a change that requires a new DDP."""
+        return self.sync.steps_to_settle if self.sync is not None and self.averages_in_backward else 0
+
     def weigh(self, batch: Any, share: BatchShare | None) -> None:
         """Set ``weight`` for the next batch, so that the mean over all ranks is the loss of the whole batch.
 
@@ -172,9 +186,7 @@ class Stepper:
             self.zero_grad()
         if self.sync is None:
             loss = self._of_parts(parts, phase)
-        elif self.accumulate == 1 and self.micro_batches.size is None:
-            # The limit decides, not the number of parts: one rank may have a sample more, and so compute two. With
-            # accumulation, the backward would average gradients of earlier batches even if this batch fails.
+        elif self.averages_in_backward:
             loss = self._synchronized(self.sync, parts[0], phase)
         else:
             with self.together() as batch:
@@ -198,13 +210,8 @@ class Stepper:
             self.spec.ranks.check()
             sync.refresh()
         try:
-            with self.together() as batch:
-                try:
-                    batch.loss = self.add_gradients(part, phase, partial(sync.run, self.objective))
-                    sync.check()
-                except Exception:
-                    sync.complete()
-                    raise
+            with self.together() as batch, sync.averaged():
+                batch.loss = self.add_gradients(part, phase, partial(sync.run, self.objective))
         except Exception:
             sync.reset()
             raise

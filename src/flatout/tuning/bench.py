@@ -64,7 +64,10 @@ MOST_RESULT_BYTES = 1 << 28
 """Size of the baseline's results above which they are computed for each candidate."""
 
 NOISE_SHARE = 0.05
-"""Share of the budget for the noise floor."""
+"""Share of the budget for the noise floor, and for the exposed communication."""
+
+EXPOSED_PAIRS = 3
+"""Number of pairs of blocks, with and without averaged gradients, whose medians show the exposed communication."""
 
 FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
 """Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs.
@@ -101,6 +104,7 @@ class Bench:
     _loop_pairs: list[Pair] = field(default_factory=list)
     _busy: float = 1.0
     _memory: int | None = None
+    _exposed_ms: float | None = None
     _results: dict[Hashable, Observed] = field(default_factory=dict)
 
     @property
@@ -150,8 +154,8 @@ class Bench:
         return row
 
     def forget(self) -> None:
-        """Forget pace, memory, phases and results, because a decision changed them."""
-        self._pace = self._memory = self.phases = self.comparison = None
+        """Forget pace, memory, communication, phases and results, because a decision changed them."""
+        self._pace = self._memory = self._exposed_ms = self.phases = self.comparison = None
         self._results.clear()
 
     def use(self, source: Iterable[Any], comparison: LoaderComparison | None = None) -> None:
@@ -179,13 +183,14 @@ class Bench:
         """Return a function that measures block ``i``.
 
         An untimed update precedes each block, because toggling a candidate moves weights, clears caches and changes the
-        state of the allocator. This update is omitted if updates are so long that its effect is negligible.
+        state of the allocator. This update is omitted if updates are so long that its effect is negligible. A new DDP
+        needs more updates until it overlaps the backward.
         """
-        is_long = self.is_long
+        fewest = 0 if self.is_long else 1
 
         def block(i: int) -> Block:
             self.progress.refresh()
-            if not is_long:
+            for _ in range(max(fewest, self.job.stepper.steps_to_settle)):
                 self.update(i)
             updates = range(i, i + self.updates_per_block)
             return timed_block(self.update, updates, self.job.spec.device, self.ranks)
@@ -347,6 +352,31 @@ class Bench:
                 return None
             finally:
                 self.rewind()
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """Milliseconds that averaging gradients adds to a step: its time with averaging, minus its time without.
+
+        None if the gradients are not averaged during the backward, or if the budget is too small to measure this.
+        """
+        if not self.job.stepper.averages_in_backward:
+            return None
+        affordable = 2 * EXPOSED_PAIRS * self.block_seconds <= NOISE_SHARE * self.budget.seconds
+        if self._exposed_ms is None and affordable:
+            self._exposed_ms = self._measure_exposed_ms()
+        return self._exposed_ms
+
+    def _measure_exposed_ms(self) -> float:
+        sync, block = self.job.stepper.sync, self.blocks()
+        assert sync is not None
+        seconds: tuple[list[float], list[float]] = ([], [])
+        self.rewind()
+        for i in range(EXPOSED_PAIRS):
+            seconds[0].append(block(i).time("wall"))
+            with sync.alone():
+                seconds[1].append(block(i).time("wall"))
+        self.rewind()
+        return max(0.0, 1e3 * (median(seconds[0]) - median(seconds[1])))
 
     def baseline_results(self, key: Hashable, observe: Callable[[], Observed]) -> Observed:
         """Return the results of a run with the kept candidates, and keep them for the next call if they are small.

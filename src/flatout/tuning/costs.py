@@ -26,15 +26,15 @@ SHARE = 0.05
 def costs_of(bench: Bench) -> dict[str, Any]:
     """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
 
-    The fields are ``step_bytes``, ``phases``, those of ``rank_costs`` and, if the loader can be rewound,
-    ``loader_per_second``.
+    The fields are ``step_bytes``, ``phases``, ``exposed_ms``, those of ``rank_costs`` and, if the loader can be
+    rewound, ``loader_per_second``.
     """
     job, pace = bench.job, bench.pace
     told: dict[str, Any] = {}
     if _affords(bench, FEWEST_UPDATES * job.spec.accumulate * pace.step_ms):
         if bench.phases is None:
             bench.phases = _phases(bench)
-        told |= {"step_bytes": bench.memory, "phases": bench.phases}
+        told |= {"step_bytes": bench.memory, "phases": bench.phases, "exposed_ms": bench.exposed_ms}
     if _affords(bench, UPDATES * job.spec.accumulate * pace.step_ms):
         told |= rank_costs(bench)
     _, queue = workers_and_queue(job, job.data.source)

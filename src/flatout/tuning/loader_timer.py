@@ -105,6 +105,11 @@ class LoaderTimer:
         self._is_started = False
         self._is_empty = True
 
+    @property
+    def steps_to_settle(self) -> int:
+        """Untimed steps until a step has its full speed, after a change of the training."""
+        return self._job.stepper.steps_to_settle
+
     def empty_queue(self) -> None:
         """Take the batches that were made during the other loader's turn, without training.
 

@@ -18,11 +18,11 @@ from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE
 from flatout.tuning.combination_stage import decide_factors
 from flatout.tuning.costs import costs_of
-from flatout.tuning.gradient_buckets import refresh
 from flatout.tuning.ledger import Decision
 from flatout.tuning.lockstep import applies_on_all
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session
+from flatout.tuning.settling import refresh
 from flatout.tuning.trial import KEEP_ABOVE
 
 ADVICE_SHARE = 0.05

@@ -41,12 +41,12 @@ from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import BATCH_SIZE, Choices
 from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
-from flatout.tuning.gradient_buckets import settle
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
 from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart, why_not_measured
 from flatout.tuning.request import Request
+from flatout.tuning.settling import settle
 from flatout.tuning.tuner import Tuner
 
 DEFAULT_EPOCHS = 10

@@ -20,6 +20,7 @@ from flatout.techniques import (
     NotApplicable,
     NothingBetter,
     PairCandidate,
+    ReducerTechnique,
     SizeTechnique,
     SparingTechnique,
     StepTechnique,
@@ -187,6 +188,8 @@ class Tuner:
         if left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
+        if isinstance(technique, ReducerTechnique):
+            pace = replace(pace, exposed_ms=bench.exposed_ms)
         saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
@@ -355,6 +358,8 @@ class Tuner:
 
 
 def _why_nothing_to_save(technique: Measured, pace: Pace) -> str:
+    if isinstance(technique, ReducerTechnique):
+        return f"averaging gradients adds {pace.exposed_ms or 0:.2f} ms to a step of {pace.step_ms:.1f} ms"
     if isinstance(technique, StepTechnique) and pace.cpu_ms is not None:
         return f"computation takes {pace.cpu_ms:.2f} ms of the {pace.total_ms:.1f} ms of a batch: too little to save"
     return f"loading a batch takes {pace.load_ms:.2f} ms beside a step of {pace.step_ms:.1f} ms"

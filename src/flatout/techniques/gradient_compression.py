@@ -1,0 +1,52 @@
+"""Neighbour: gradients in 16 bits between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.techniques.base import Effect, NotApplicable
+from flatout.techniques.candidate import Candidate
+from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+class GradientCompression(ReducerTechnique):
+    """Sends gradients to the other ranks in bfloat16, and adds them there in bfloat16.
+
+    When it helps: all-reduces of half the bytes, where the network is slower than the backward. When it hurts: each
+    rank adds a rounding error of 0.2 % to each gradient. So many ranks fail the comparison with the uncompressed
+    gradients, which allows the errors of float32. Gradients that are averaged after the backward stay in float32, as
+    in steps of several parts.
+
+    Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
+    """
+
+    name = "gradient_compression"
+    title = "gradient compression"
+    rationale = "gradients cross the network in 16-bit numbers; gradients and losses match within tolerance"
+    values = "True, 'bf16'"
+
+    def check(self, job: Job) -> None:
+        """Require gradients in float32 that are not scaled, because trials could not compare scaled ones."""
+        super().check(job)
+        if job.stepper.scaler is not None:
+            raise NotApplicable("gradients of float16 products are scaled, so that a trial cannot compare them")
+        if any(p.dtype is not torch.float32 for m in job.spec.modules for p in m.parameters() if p.requires_grad):
+            raise NotApplicable("some gradients are no float32 numbers")
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "rounding" for any number of ranks."""
+        return self.effect
+
+    def candidates(self, job: Job) -> Sequence[Candidate]:
+        """Return the one candidate."""
+        return [ReducerCandidate(job, "bf16", "bf16", compression=torch.bfloat16)]
+
+    def accepts(self, value: Any) -> bool:
+        """Accept True or ``"bf16"``."""
+        return value is True or (isinstance(value, str) and value == "bf16")

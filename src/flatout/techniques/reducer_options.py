@@ -1,0 +1,81 @@
+"""Base of the techniques that change how the gradients of several ranks are averaged during the backward."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flatout.techniques.base import Effect, NotApplicable, Scope, StepTechnique
+from flatout.techniques.candidate import Candidate
+
+if TYPE_CHECKING:
+    from flatout.report.model import Pace
+    from flatout.training.job import Job
+
+
+class ReducerCandidate(Candidate):
+    """Sets some of the ``ReducerOptions`` of the training's ``GradientSync``, for the next step.
+
+    Args:
+        job: the training.
+        label: as in ``Candidate``.
+        value: as in ``Candidate``.
+        options: the options by name.
+    """
+
+    def __init__(self, job: Job, label: str, value: Any, **options: Any) -> None:
+        self.label = label
+        self.value = value
+        self._stepper = weakref.ref(job.stepper)
+        self._options = options
+        self._before: dict[str, Any] = {}
+
+    def _turn_on(self) -> None:
+        self._before = self._replaced(self._options)
+
+    def _turn_off(self) -> None:
+        self._replaced(self._before)
+
+    def _replaced(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Set options, and return their values before."""
+        stepper = self._stepper()
+        if stepper is None or stepper.sync is None:
+            return {}
+        before = {name: getattr(stepper.sync.options, name) for name in options}
+        stepper.sync.options = replace(stepper.sync.options, **options)
+        return before
+
+
+class ReducerTechnique(StepTechnique):
+    """Technique of the reducer. It can save the exposed communication, and no more.
+
+    With two ranks a sum of gradients has one order, so that buckets do not change its rounding.
+    """
+
+    effect: Effect = "rounding"
+    scope: Scope = "epoch"
+    keeps_cpu_time = False
+
+    def check(self, job: Job) -> None:
+        """Require several ranks that average the gradients during the backward of ``run.step``.
+
+        A loop of the user's own may hold gradients longer than a step, or change its graph without a step to repeat.
+        """
+        stepper = job.stepper
+        if job.spec.ranks.size == 1:
+            raise NotApplicable("this is one process, whose gradients need no averaging")
+        if job.why_no_step:
+            raise NotApplicable(f"{job.why_no_step}: flatout cannot repeat a step that fails on one rank")
+        if job.spec.accumulate > 1 or stepper.micro_batches.size is not None:
+            raise NotApplicable("gradients are averaged after the last part of an update, and not during the backward")
+        if job.data.batches and stepper.sync is None:
+            raise NotApplicable("the ranks train apart: techniques={'data_parallel': False} does without it")
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "exact" for two ranks."""
+        return "exact" if job.spec.ranks.size == 2 else self.effect
+
+    def most_saved(self, job: Job, pace: Pace) -> float:
+        """Return the exposed communication; the whole step if it is unknown."""
+        return pace.step_ms if pace.exposed_ms is None else pace.exposed_ms

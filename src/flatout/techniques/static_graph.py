@@ -1,0 +1,39 @@
+"""Neighbour: DDP's search of the graph for parameters without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flatout.techniques.base import NotApplicable
+from flatout.techniques.candidate import Candidate
+from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+class StaticGraph(ReducerTechnique):
+    """Lets DDP search the graph for parameters without gradients in the first step alone.
+
+    When it helps: some parameters get no gradient, so that DDP walks through the graph of every step, and never sorts
+    its buckets. When it hurts: never by much. If other parameters get gradients in a later step, that step is repeated,
+    and DDP searches the graph again from there on.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html.
+    """
+
+    name = "static_graph"
+    title = "static graph"
+    rationale = "the same parameters get gradients in every step, so DDP searches no graph"
+
+    def check(self, job: Job) -> None:
+        """Require parameters without gradients."""
+        super().check(job)
+        sync = job.stepper.sync
+        if sync is not None and not sync.finds_unused:
+            raise NotApplicable("every parameter gets a gradient, so DDP searches no graph")
+
+    def candidates(self, job: Job) -> Sequence[Candidate]:
+        """Return the one candidate."""
+        return [ReducerCandidate(job, "on", True, static_graph=True)]

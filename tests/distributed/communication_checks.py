@@ -1,0 +1,201 @@
+"""Checks of decisions about communication, whose time is simulated."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import flatout
+from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.reducer import AllReduces, ReducerOptions
+from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.timing import timed_block
+from tests.distributed.data_parallel_checks import (
+    Net,
+    assert_equal_on_all_ranks,
+    assert_same_training,
+    batches,
+    net,
+    optimized,
+    optimizer_of,
+    slices,
+    trained,
+    whole_training,
+)
+from tests.helpers import snapshot
+from tests.jobs import only
+from tests.reasons import reasons
+from tests.tuning.lockstep_checks import SECONDS, Machine, decided, ranks, running_on
+
+NAMES = ("static_graph", "gradient_buckets", "gradient_compression")
+
+STEP_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def communication(machine: Machine, seconds: Callable[[ReducerOptions], float]) -> Iterator[None]:
+    """Let every averaged step take more seconds, by the options of the reducer."""
+    plain = GradientSync.run
+
+    def run(self: GradientSync, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_inside:
+            machine.advance(seconds(self.options))
+        return plain(self, *args, **kwargs)
+
+    with mock.patch.object(GradientSync, "run", run):
+        yield
+
+
+def tuned(model: Net, seconds: Callable[[ReducerOptions], float], names: tuple[str, ...] = NAMES) -> flatout.Run:
+    """Tune with simulated times. All ranks must decide alike."""
+    together = ranks()
+    machine = Machine(together.rank, 0, 0.0)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        machine.advance(STEP_SECONDS)
+        return cross_entropy(output, target)
+
+    signal.alarm(SECONDS)
+    with running_on(machine, together.rank), communication(machine, seconds):
+        run = flatout.optimize(
+            model,
+            batches(),
+            optimizer_of(model, "sgd"),
+            loss,
+            parallel="ddp",
+            techniques=only(*names),
+            budget=1000.0,
+            expected_steps=10**6,
+            device="cpu",
+            plan=None,
+        )
+    signal.alarm(0)
+    assert len(set(map(repr, together.every(decided(run))))) == 1
+    return run
+
+
+def hidden_communication_costs_no_trial() -> None:
+    run = tuned(net(unused="always"), lambda options: 0.0)
+    for name in NAMES:
+        row = run.report.row(name)
+        assert (row.status, row.trials) == ("not tried", ())
+        assert "communication-hidden" in reasons(row)
+    for pace in (run.report.summary.before, run.report.summary.after):
+        assert pace is not None
+        assert pace.exposed_ms == pytest.approx(0, abs=1)
+    run.undo()
+
+
+def exposed_communication_is_reported_and_saved(name: str, changed: str) -> None:
+    """Every option but one saves nothing."""
+    default = ReducerOptions()
+
+    def seconds(options: ReducerOptions) -> float:
+        return 0.02 if getattr(options, changed) != getattr(default, changed) else 0.05
+
+    model = net(unused="always")
+    before = snapshot(model, optimizer_of(model, "sgd"))["parameters"]
+    run = tuned(model, seconds)
+    assert run.plan.decisions.keys() == {name}
+    assert snapshot(model, optimizer_of(model, "sgd"))["parameters"] == before
+    summary = run.report.summary
+    assert summary.before is not None
+    assert summary.after is not None
+    assert summary.before.exposed_ms == pytest.approx(50, rel=0.1)
+    assert summary.after.exposed_ms == pytest.approx(20, rel=0.1)
+    assert summary.after.step_ms == pytest.approx(120, rel=0.05)
+    run.undo()
+
+
+def timed_steps_have_their_full_speed() -> None:
+    """Trials and race time no step in which a new DDP learns the order of the gradients."""
+    plain_block, plain_stretch, plain_run, found = timed_block, LoaderTimer.stretch, GradientSync.run, []
+    syncs: list[GradientSync] = []
+
+    def run(self: GradientSync, *args: Any, **kwargs: Any) -> Any:
+        syncs.append(self)
+        return plain_run(self, *args, **kwargs)
+
+    def block(*args: Any) -> Any:
+        found.append(syncs[-1].steps_to_settle)
+        return plain_block(*args)
+
+    def stretch(self: LoaderTimer, *args: Any) -> Any:
+        found.append(self.steps_to_settle)
+        return plain_stretch(self, *args)
+
+    with (
+        mock.patch.object(GradientSync, "run", run),
+        mock.patch("flatout.tuning.bench.timed_block", block),
+        mock.patch.object(LoaderTimer, "stretch", stretch),
+    ):
+        tuning = tuned(net(), lambda options: 0.01 if options.gradient_as_bucket_view else 0.05, ("gradient_buckets",))
+    assert tuning.plan.decisions
+    assert set(found) == {0}
+    tuning.undo()
+
+
+def a_wrong_compression_is_caught(rank: int) -> None:
+    """The sum on one rank loses a tenth of its size. Only the comparison with other gradients can show this."""
+    plain = AllReduces.launch
+
+    def launch(self: AllReduces, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._compression is not None and dist.get_rank() == rank:
+            bucket.buffer().mul_(0.9)
+        return plain(self, bucket)
+
+    def seconds(options: ReducerOptions) -> float:
+        return 0.05 if options.compression is None else 0.01
+
+    with mock.patch.object(AllReduces, "launch", launch):
+        run = tuned(net(), seconds, ("gradient_compression",))
+    row = run.report.row("gradient_compression")
+    assert row.status == "rejected"
+    assert "numerics-differ" in reasons(row)
+    run.undo()
+    run = tuned(net(), seconds, ("gradient_compression",))
+    row = run.report.row("gradient_compression")
+    assert row.status == "kept"
+    assert row.trials[0].gradient_difference is not None
+    assert 1e-5 < row.trials[0].gradient_difference < 1e-2
+    run.undo()
+
+
+def a_forced_technique_is_kept(techniques: dict[str, Any], unused: str) -> None:
+    reference, model = net(unused=unused), net(unused=unused)
+    run = optimized(model, optimizer_of(model, "sgd"), techniques=techniques)
+    assert run.plan.decisions.keys() == techniques.keys()
+    losses, expected = trained(run, 2), whole_training(reference, "sgd", epochs=2)
+    if "gradient_compression" in techniques:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-2, atol=1e-2)
+        assert_equal_on_all_ranks(model.parameters())
+    else:
+        assert_same_training(model, reference, losses, expected)
+    run.undo()
+    plain = net(unused=unused)
+    plain.load_state_dict(model.state_dict())
+    x, y = slices()[0]
+    for each in (model, plain):
+        each.zero_grad()
+        cross_entropy(each(x), y).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):  # no hook averages any more
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def a_forced_technique_is_refused(techniques: dict[str, Any], arguments: dict[str, Any], code: str) -> None:
+    model = net()
+    before = snapshot(model, optimizer_of(model, "sgd"))
+    with pytest.raises(ValueError, match=next(iter(techniques))) as refused:
+        optimized(model, optimizer_of(model, "sgd"), techniques=techniques, **arguments)
+    assert code in reasons(str(refused.value))
+    assert snapshot(model, optimizer_of(model, "sgd")) == before
