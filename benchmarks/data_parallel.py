@@ -1,4 +1,4 @@
-"""Claim: data-parallel training through flatout is as fast as the fastest of torch DDP, accelerate and Lightning Fabric.
+"""Claim: data-parallel training through flatout is as fast as by torch DDP, accelerate and Lightning Fabric.
 
     python -m pytest benchmarks/data_parallel.py -s --benchmark-json=benchmarks/results/data_parallel.json
 

@@ -17,7 +17,7 @@ class Job:
 
     Attributes:
         model: makes the model on the CPU, for a factor of its width.
-        batch: makes the inputs and targets of one rank's batch on the CPU, for the same factor.
+        batch: makes inputs and targets of two ranks' batches on the CPU, for the same factor.
     """
 
     model: Callable[[int], nn.Module]
@@ -36,7 +36,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.tokens(tokens) + self.positions)).flatten(0, 1)
+        return self.head(self.layers(self.tokens(tokens) + self.positions)).mT  # [N, classes, length]
 
 
 def mlp(factor: int) -> nn.Module:
@@ -61,18 +61,18 @@ def many_parameters(factor: int) -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(wide, CLASSES))
 
 
-def classes(count: int) -> Tensor:
-    return torch.randint(CLASSES, (count,))
+def classes(*shape: int) -> Tensor:
+    return torch.randint(CLASSES, shape)
 
 
 JOBS = {
-    "mlp": Job(mlp, lambda factor: (torch.randn(128 * factor, 256), classes(128 * factor))),
-    "cnn": Job(cnn, lambda factor: (torch.randn(16 * factor, 3, 32, 32), classes(16 * factor))),
+    "mlp": Job(mlp, lambda factor: (torch.randn(256 * factor, 256), classes(256 * factor))),
+    "cnn": Job(cnn, lambda factor: (torch.randn(32 * factor, 3, 32, 32), classes(32 * factor))),
     "transformer": Job(
         lambda factor: Tagger(128 * factor),
-        lambda factor: (torch.randint(2000, (8 * factor, 64)), classes(8 * factor * 64)),
+        lambda factor: (torch.randint(2000, (16 * factor, 64)), classes(16 * factor, 64)),
     ),
     "many parameters": Job(
-        many_parameters, lambda factor: (torch.randn(128 * factor, 32 * factor), classes(128 * factor))
+        many_parameters, lambda factor: (torch.randn(256 * factor, 32 * factor), classes(256 * factor))
     ),
 }

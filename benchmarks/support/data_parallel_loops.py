@@ -1,4 +1,7 @@
-"""The trainings of benchmarks/data_parallel.py, each as its library has people write it."""
+"""The trainings of benchmarks/data_parallel.py, each as its library has people write it.
+
+Each function gets a model on the device and the batches of all ranks together, of which flatout takes slices.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
-def ddp(model: nn.Module, batches: Sequence[Batch]) -> Step:
+def ddp(model: nn.Module, loader: Sequence[Batch]) -> Step:
     """Plain torch."""
-    device = batches[0][0].device
+    device = loader[0][0].device
     wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **FLAGS)
     optimizer = optimizer_of(model)
 
@@ -45,25 +48,25 @@ def ddp(model: nn.Module, batches: Sequence[Batch]) -> Step:
     return step
 
 
-def accelerated(model: nn.Module, batches: Sequence[Batch]) -> Step:
+def accelerated(model: nn.Module, loader: Sequence[Batch]) -> Step:
     """Hugging Face accelerate."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     engine = Accelerator(
-        cpu=batches[0][0].device.type == "cpu",
+        cpu=loader[0][0].device.type == "cpu",
         mixed_precision="no",
         kwargs_handlers=[DistributedDataParallelKwargs(**FLAGS)],
     )
     return _by_engine(engine, *engine.prepare(model, optimizer_of(model)))
 
 
-def fabric(model: nn.Module, batches: Sequence[Batch]) -> Step:
+def fabric(model: nn.Module, loader: Sequence[Batch]) -> Step:
     """Lightning Fabric."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
     engine = Fabric(
-        accelerator=batches[0][0].device.type,
+        accelerator=loader[0][0].device.type,
         devices=dist.get_world_size(),
         strategy=DDPStrategy(**FLAGS),
         precision="32-true",
@@ -85,18 +88,16 @@ def _by_engine(engine: Any, model: Any, optimizer: Any) -> Step:
     return step
 
 
-def untuned(model: nn.Module, batches: Sequence[Batch]) -> Step:
+def untuned(model: nn.Module, loader: Sequence[Batch]) -> Step:
     """flatout with every measured technique off, so that only its data-parallel path differs."""
-    return _run(model, batches, budget=0, techniques={t.name: False for t in REGISTRY if isinstance(t, Measured)})
+    return _run(model, loader, budget=0, techniques={t.name: False for t in REGISTRY if isinstance(t, Measured)})
 
 
-def tuned(model: nn.Module, batches: Sequence[Batch], budget: float) -> Step:
+def tuned(model: nn.Module, loader: Sequence[Batch], budget: float) -> Step:
     """flatout with what it keeps."""
-    return _run(model, batches, budget=budget, expected_steps=LONG)
+    return _run(model, loader, budget=budget, expected_steps=LONG)
 
 
-def _run(model: nn.Module, batches: Sequence[Batch], **options: Any) -> Step:
-    run = flatout.optimize(
-        model, list(batches), optimizer_of(model), cross_entropy, plan=None, parallel="ddp", **options
-    )
+def _run(model: nn.Module, loader: Sequence[Batch], **options: Any) -> Step:
+    run = flatout.optimize(model, loader, optimizer_of(model), cross_entropy, plan=None, parallel="ddp", **options)
     return run.step

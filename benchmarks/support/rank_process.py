@@ -1,6 +1,6 @@
 """Trainings of several libraries on all ranks of one process group, in turns.
 
-    python -m torch.distributed.run --standalone --nproc-per-node=2 -m support.rank_process JOB FILE ROUNDS SECONDS BUDGET
+    torchrun --standalone --nproc-per-node=2 -m support.rank_process JOB FILE ROUNDS SECONDS BUDGET
 
 Rank 0 writes to FILE the samples per second of all ranks, round by round, and the last losses. A turn has the same
 number of steps for every training. It takes the time of its slowest rank. The order within a round is drawn by all
@@ -75,16 +75,17 @@ def lanes_of(name: str, device: torch.device, budget: float) -> dict[str, Lane]:
     factor = 1 if device.type == "cpu" else 4
     torch.manual_seed(0)
     model = JOBS[name].model(factor).to(device)
-    torch.manual_seed(1 + dist.get_rank())
-    batches = [tuple(part.to(device) for part in JOBS[name].batch(factor)) for _ in range(BATCHES)]
+    whole = [tuple(part.to(device) for part in JOBS[name].batch(factor)) for _ in range(BATCHES)]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = [tuple(part.chunk(ranks)[rank] for part in batch) for batch in whole]
     steps = {
         "torch DDP": loops.ddp,
         "accelerate": loops.accelerated,
         "Lightning Fabric": loops.fabric,
         "flatout": loops.untuned,
-        "flatout tuned": lambda model, batches: loops.tuned(model, batches, budget),
+        "flatout tuned": lambda model, loader: loops.tuned(model, loader, budget),
     }
-    return {lane: Lane(make(copy.deepcopy(model), batches), batches) for lane, make in steps.items()}
+    return {lane: Lane(make(copy.deepcopy(model), whole), own) for lane, make in steps.items()}
 
 
 def assert_same(losses: dict[str, Tensor], tolerance: float) -> None:
