@@ -132,7 +132,9 @@ class Stepper:
         ranks, own = self.spec.ranks.size, 1 if share is None else share.own
         if self.spec.loss_weight is not None:
             weight = self.micro_batches.weight_of(batch) if own else 0.0
-            self.weight = self.sync.relative(torch.as_tensor(weight, dtype=torch.float32, device=self.spec.device))
+            if not isinstance(weight, Tensor):  # a copy from the host would wait for the device
+                weight = torch.full((), float(weight), device=self.spec.device)
+            self.weight = self.sync.relative(weight.to(self.spec.device, torch.float32))
         elif share is None:
             self.weight = 1.0
         elif self.micro_batches.sums_losses:
