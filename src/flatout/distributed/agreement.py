@@ -67,6 +67,10 @@ class RanksApart(RuntimeError):
     """Ranks have made different calls, so that they cannot agree on anything."""
 
 
+class OutOfStep(RuntimeError):
+    """This rank owes the others a collective that it cannot make. They wait there, so no attempt can tell them."""
+
+
 class OwnError:
     """Context manager that raises the error of this rank in place of the ``RankFailure`` that it has caused.
 
@@ -227,7 +231,7 @@ class GroupAgreement(Agreement):
             if unwinding.failure.level < level:
                 raise
             raise unwinding.failure from unwinding.failure.__cause__
-        except (RankFailure, LostRank, RanksApart):
+        except (RankFailure, LostRank, RanksApart, OutOfStep):
             raise
         except Exception as error:
             self._fail(error)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
 
 T = TypeVar("T")
 
@@ -40,24 +40,24 @@ class _Progress:
     """Progress of a backward. DDP's hook refers to it, and must not refer to the DDP, which would never be freed.
 
     Attributes:
-        launched: number of buckets whose all-reduce has started.
+        started: means of the buckets whose all-reduce has started, in this order.
         is_complete: True if the last bucket was among them.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.launched = 0
+        self.started: list[torch.futures.Future[Tensor]] = []
         self.is_complete = True
         self._ranks = ranks
 
     def begin(self) -> None:
-        self.launched, self.is_complete = 0, False
+        self.started, self.is_complete = [], False
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        self.launched += 1
-        self.is_complete = bucket.is_last()
         mean = bucket.buffer().div_(self._ranks)  # before the sum, which may overflow 16 bits
         summed = dist.all_reduce(mean, async_op=True).get_future()
-        return summed.then(lambda future: future.value()[0])
+        self.started.append(summed.then(lambda future: future.value()[0]))
+        self.is_complete = bucket.is_last()
+        return self.started[-1]
 
 
 class GradientSync:
@@ -82,7 +82,6 @@ class GradientSync:
         self.is_inside = False
         self._modules = list(modules)
         self._ranks = ranks
-        self._progress = _Progress(ranks.size)
         self._make(find_unused=False, broadcasts=True)
 
     def _make(self, *, find_unused: bool, broadcasts: bool) -> None:
@@ -91,7 +90,7 @@ class GradientSync:
         self._ddp = DistributedDataParallel(
             _Call(self._modules), find_unused_parameters=find_unused, init_sync=broadcasts
         )
-        progress = self._progress
+        self._progress = progress = _Progress(self._ranks.size)
         self._ddp.register_comm_hook(None, lambda state, bucket: progress.reduce(bucket))
 
     @property
@@ -159,12 +158,23 @@ class GradientSync:
             raise UnusedParameters("some parameters got no gradient in this step")
 
     def complete(self) -> None:
-        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank."""
-        if not self._progress.is_complete:
-            for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()[self._progress.launched :]:
-                self._progress.reduce(bucket).wait()
+        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank.
+
+        Raises:
+            OutOfStep: there is no memory for zeros.
+        """
+        progress = self._progress
+        if not progress.is_complete:
+            try:
+                zeros = self._ddp.reducer._get_zeros_like_grad_buckets()
+            except RuntimeError as error:
+                raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
+            for bucket in zeros[len(progress.started) :]:
+                progress.reduce(bucket)
             if self.finds_unused:
                 self._ddp._match_unused_params_allreduce()
+        for mean in progress.started:  # NCCL still writes to buckets that the next backward fills
+            mean.wait()
 
     def reset(self) -> None:
         """Forget a backward that failed on some rank. All ranks must call this, before their next ``run``."""
@@ -175,22 +185,29 @@ class GradientSync:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
 
         A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
+
+        Raises:
+            RankFailure: a rank failed, for example out of memory. No rank has changed a gradient that it had.
         """
-        parameters = list(
-            {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}.values()
-        )
-        has_gradient = bytes(p.grad is not None for p in parameters)
-        pattern = float(zlib.crc32(has_gradient))
-        # Agreed on the host, so that nothing waits for a GPU.
-        if self._ranks.largest([pattern, -pattern]) != [pattern, -pattern]:
-            for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
-                if any(of_ranks) and p.grad is None:
-                    p.grad = torch.zeros_like(p)
-        reduced = []
-        for grads in _chunks([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size)
-            reduced.append((grads, flat, dist.all_reduce(flat, async_op=True)))
-        for grads, flat, work in reduced:
+        unique = {id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}
+        parameters = list(unique.values())
+        while True:
+            has_gradient = bytes(p.grad is not None for p in parameters)
+            # Agreed on the host, so that nothing waits for a GPU. Nothing is allocated after the first collective.
+            with self._ranks.attempt() as message:
+                flats = [
+                    (grads, torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size))
+                    for grads in _chunks([p.grad for p in parameters if p.grad is not None])
+                ]
+                message.values = [float(zlib.crc32(has_gradient))]
+            if all(values == message.received[0] for values in message.received):
+                break
+            with self._ranks.attempt():
+                for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
+                    if any(of_ranks) and p.grad is None:
+                        p.grad = torch.zeros_like(p)
+        started = [dist.all_reduce(flat, async_op=True) for _, flat in flats]
+        for (grads, flat), work in zip(flats, started, strict=True):
             work.wait()
             for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(mean.view(grad.shape))

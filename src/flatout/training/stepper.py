@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -200,7 +201,9 @@ class Stepper:
                 try:
                     batch.loss = self.add_gradients(part, phase, partial(sync.run, self.objective))
                     sync.check()
-                except Exception:
+                except Exception as error:
+                    if ran_out_of_memory(error):
+                        traceback.clear_frames(error.__traceback__)  # they hold the graph, and zeros need memory
                     sync.complete()
                     raise
         except Exception:
@@ -290,12 +293,13 @@ class Stepper:
         optimizer, batches, self.pending = self.spec.optimizer, self.pending, 0
         if batches == 0 or optimizer is None:
             return False
-        # flatout's optimizers allocate before they write.
-        watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
-        if self.sync is not None and not self._is_synchronized:
-            self.sync.reduce()
-            self._is_synchronized = True
+        watch: AtomicUpdate | None = None
         try:
+            if self.sync is not None and not self._is_synchronized:
+                self.sync.reduce()
+                self._is_synchronized = True
+            # flatout's optimizers allocate before they write.
+            watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
             with phase("update"), watch or contextlib.nullcontext():
                 self._update(optimizer, batches)
         except Exception as error:
