@@ -180,7 +180,7 @@ ALONE = Agreement()
 
 
 class GroupAgreement(Agreement):
-    """Agreement of all ranks of the default process group. Each call takes about 20 us on one machine.
+    """Agreement of all ranks of the default process group. Each call takes tens of microseconds on one machine.
 
     All ranks must make the same calls in the same order, from their main threads. A rank may leave this order only by
     an error inside ``attempt``.
