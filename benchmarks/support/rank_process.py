@@ -108,7 +108,7 @@ def main(name: str, file: Path, rounds: int, seconds: float, budget: float) -> N
     lanes = lanes_of(name, device, budget)
     assert_same({lane: each.train(CHECKED)[0] for lane, each in lanes.items()}, 1e-5)
     paces = {lane: each.train(CHECKED)[1] / CHECKED for lane, each in lanes.items()}
-    steps = max(2, round(seconds / paces["torch DDP"]))  # the slowest rank's time: equal on all ranks
+    steps = max(10, round(seconds / paces["torch DDP"]))  # the slowest rank's time: equal on all ranks
     took: dict[str, list[float]] = {lane: [] for lane in lanes}
     order, losses = random.Random(0), {}
     for _ in range(rounds):
