@@ -45,10 +45,11 @@ class RankPool:
         world: how many ranks.
         folder: an empty one.
         backend: of the process group. With "nccl" each rank has a GPU.
+        method: start of the processes. A forked process cannot use CUDA, because its server may have asked for devices.
     """
 
-    def __init__(self, world: int, folder: Path, backend: str = "gloo") -> None:
-        self._context = multiprocessing.get_context("forkserver")
+    def __init__(self, world: int, folder: Path, backend: str = "gloo", method: str = "forkserver") -> None:
+        self._context = multiprocessing.get_context(method)
         self._world = world
         self._folder = folder
         self._backend = backend

@@ -187,14 +187,17 @@ def object_and_keys_are_kept() -> None:
 
 
 def own_loop_equals_ddp(accumulate: int) -> None:
-    reference, model = DistributedDataParallel(net()), net()
-    optimizer, expected = optimizer_of(model, "sgd"), optimizer_of(reference, "sgd")
+    model = net()
+    optimizer = optimizer_of(model, "sgd")
     made, loader = flatout.optimize(model, batches(), optimizer, budget=0, plan=None, parallel="ddp")
     assert made is model
+    device = model.out.weight.device
+    reference = DistributedDataParallel(net().to(device))
+    expected = optimizer_of(reference, "sgd")
     for _ in range(2):
         for i, ((x, y), (x2, y2)) in enumerate(zip(loader, slices(), strict=True)):
             is_last = (i + 1) % accumulate == 0
-            for module, batch in ((model, (x, y)), (reference, (x2, y2))):
+            for module, batch in ((model, (x, y)), (reference, (x2.to(device), y2.to(device)))):
                 if is_last:
                     cross_entropy(module(batch[0]), batch[1]).backward()
                 else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,6 +98,12 @@ CASES: dict[str, Callable[[], None]] = {
 """Checks for any backend, by name."""
 
 
-def case(name: str, *_: Any) -> None:
-    """Run a check. Processes of a pool get its name, because not all of its arguments are picklable."""
+def case(name: str) -> None:
+    """Run a check by its name, and require that it has used the GPU."""
+    before = _allocations()
     CASES[name]()
+    assert _allocations() > before
+
+
+def _allocations() -> int:
+    return torch.cuda.memory_stats().get("allocation.all.allocated", 0)

@@ -20,7 +20,7 @@ SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"), "nccl")
+    pool = RankPool(2, tmp_path_factory.mktemp("ranks"), "nccl", "spawn")
     yield pool
     pool.close()
 

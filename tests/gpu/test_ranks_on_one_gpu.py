@@ -10,7 +10,7 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
+    pool = RankPool(2, tmp_path_factory.mktemp("ranks"), method="spawn")
     yield pool
     pool.close()
 
