@@ -1,4 +1,4 @@
-"""Processes of one gloo group, started once, that run one check after another."""
+"""Processes of one process group, started once, that run one check after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 
 
-def _serve(rank: int, world: int, store: str, jobs: multiprocessing.connection.Connection) -> None:
+def _serve(rank: int, world: int, backend: str, store: str, jobs: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
     # Loaders may start workers, and a fork takes less time than torch's import in a new process.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(minutes=5)
+        backend,
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=5),
+        device_id=device,
     )
     while (job := jobs.recv()) is not None:
         check, args, kwargs = job
@@ -39,12 +47,15 @@ class RankPool:
     Args:
         world: how many ranks.
         folder: an empty one.
+        backend: of the process group. With "nccl" each rank has a GPU.
+        method: start of the processes. A forked process cannot use CUDA, because its server may have asked for devices.
     """
 
-    def __init__(self, world: int, folder: Path) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+    def __init__(self, world: int, folder: Path, backend: str = "gloo", method: str = "forkserver") -> None:
+        self._context = multiprocessing.get_context(method)
         self._world = world
         self._folder = folder
+        self._backend = backend
         self._ends: list[Any] = []
         self._processes: list[Any] = []
 
@@ -52,7 +63,9 @@ class RankPool:
         store = str(self._folder / f"store{len(list(self._folder.iterdir()))}")
         for rank in range(self._world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, self._world, store, theirs), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(rank, self._world, self._backend, store, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ends.append(ours)

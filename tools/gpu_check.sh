@@ -28,9 +28,9 @@ mkdir -p "$logs" "$work"
 notes=$logs/phases.tsv
 
 # The most important first: what a first look at a GPU is for. Seconds that each may take at most.
-phases="build tests optimize_gpu update_path kernels memcheck data_path_gpu racecheck normalize_images counting_overhead demo"
+phases="build tests optimize_gpu update_path kernels memcheck data_path_gpu racecheck normalize_images counting_overhead demo data_parallel"
 declare -A limits=([wheels]=60 [build]=240 [tests]=180 [kernels]=150 [optimize_gpu]=330 [memcheck]=90 [racecheck]=60 [demo]=150
-  [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45)
+  [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45 [data_parallel]=120)
 
 seconds_left() { echo $((budget - SECONDS)); }
 

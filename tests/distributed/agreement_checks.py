@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatout.distributed import local_exchange
 from flatout.distributed.agreement import GroupAgreement, RankFailure, RankOutOfMemory
 from flatout.distributed.process_group import control_group
 
@@ -22,7 +23,21 @@ def ranks() -> GroupAgreement:
 
 
 def values_are_those_of_all() -> None:
-    agreed = ranks()
+    assert_values_are_those_of_all(ranks())
+
+
+def ranks_of_several_machines_agree() -> None:
+    """Let the last rank not reach the socket of rank 0, as on another machine."""
+    assert ranks()._local is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(local_exchange, "_reaches", lambda *_: False)
+        agreed = ranks()
+    assert agreed._local is None
+    assert_values_are_those_of_all(agreed)
+
+
+def assert_values_are_those_of_all(agreed: GroupAgreement) -> None:
     rank, size = agreed.rank, agreed.size
     assert agreed.largest([float(rank), -float(rank), math.inf if rank else 0.0]) == [size - 1, 0, math.inf]
     many = [float(place if place % size == rank else -1) for place in range(40)]

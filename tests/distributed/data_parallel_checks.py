@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
+from flatout.distributed import gradient_sync
 from flatout.distributed.agreement import RankFailure, RanksApart
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.report.serialize import from_json
@@ -138,15 +139,15 @@ def trained(run: flatout.Run, epochs: int) -> list[float]:
 
 def assert_equal_on_all_ranks(tensors: Iterator[Tensor] | list[Tensor]) -> None:
     flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
-    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, flat)
-    assert all(torch.equal(each, flat) for each in everywhere)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, flat.cpu())
+    assert all(torch.equal(each, flat.cpu()) for each in everywhere)
 
 
 def assert_same_training(model: nn.Module, reference: nn.Module, losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5, equal_nan=True)
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.get_parameter(name).cpu(), parameter, rtol=1e-4, atol=1e-5)
     assert_equal_on_all_ranks(model.parameters())
     assert_equal_on_all_ranks([torch.tensor(losses).nan_to_num()])
 
@@ -193,14 +194,17 @@ def object_and_keys_are_kept() -> None:
 
 
 def own_loop_equals_ddp(accumulate: int) -> None:
-    reference, model = DistributedDataParallel(net()), net()
-    optimizer, expected = optimizer_of(model, "sgd"), optimizer_of(reference, "sgd")
+    model = net()
+    optimizer = optimizer_of(model, "sgd")
     made, loader = flatout.optimize(model, batches(), optimizer, budget=0, plan=None, parallel="ddp")
     assert made is model
+    device = model.out.weight.device
+    reference = DistributedDataParallel(net().to(device))
+    expected = optimizer_of(reference, "sgd")
     for _ in range(2):
         for i, ((x, y), (x2, y2)) in enumerate(zip(loader, slices(), strict=True)):
             is_last = (i + 1) % accumulate == 0
-            for module, batch in ((model, (x, y)), (reference, (x2, y2))):
+            for module, batch in ((model, (x, y)), (reference, (x2.to(device), y2.to(device)))):
                 if is_last:
                     cross_entropy(module(batch[0]), batch[1]).backward()
                 else:
@@ -253,10 +257,8 @@ def out_of_memory_is_recovered(place: str, rank: int, at: int, unused: str, accu
         losses = trained(run, 2)
     assert any("ran out of memory" in str(each.message) for each in told)
     assert_same_training(model, reference, losses, expected)
-    sizes = [torch.zeros(()) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor(float(run.micro_batch or 0)))
-    assert len({int(size) for size in sizes}) == 1
-    assert sizes[0] > 0
+    assert run.micro_batch
+    assert_equal_on_all_ranks([torch.tensor(run.micro_batch)])
     run.undo()
 
 
@@ -282,6 +284,29 @@ def out_of_memory_in_the_update_is_recovered(kind: str, rank: int, at: int) -> N
     run.undo()
 
 
+def out_of_memory_before_the_average_is_recovered(rank: int, at: int) -> None:
+    """Fail in the copy of accumulated gradients, which their all-reduce needs."""
+    reference, model = net(), net()
+    expected = whole_training(reference, "adamw", epochs=2, accumulate=3)
+    run = optimized(model, optimizer_of(model, "adamw"), accumulate=3)
+    own_chunks, calls = gradient_sync._chunks, 0
+
+    def chunks(grads: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and dist.get_rank() == rank:
+            raise torch.OutOfMemoryError("planned")
+        return own_chunks(grads)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(gradient_sync, "_chunks", chunks)
+        losses = trained(run, 2)
+    assert calls > at
+    assert_same_training(model, reference, losses, expected)
+    run.undo()
+
+
 def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
     model = net()
     run = optimized(model, optimizer_of(model, "adamw"))
@@ -298,6 +323,25 @@ def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
     model.fails = works
     trained(run, 1)  # all ranks are at the same place
     assert_equal_on_all_ranks(model.parameters())
+    run.undo()
+
+
+def channels_last_is_kept() -> None:
+    """Train with weights whose strides change after DDP has seen them."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 5)), nn.Conv2d(1, 8, 2), nn.Tanh(), nn.Conv2d(8, 4, (1, 2)), nn.Flatten(),
+        nn.Linear(12, CLASSES),
+    )  # fmt: skip
+    reference = copy.deepcopy(model)
+    expected = whole_training(reference, "adamw", epochs=2)
+    run = optimized(model, optimizer_of(model, "adamw"), techniques={"channels_last": True})
+    strides = [p.stride() for p in model.parameters()]
+    assert strides != [p.stride() for p in reference.parameters()]
+    assert run._job.stepper.sync is not None
+    assert run._job.stepper.sync._strides == strides  # else DDP copies every gradient
+    losses = trained(run, 2)
+    assert_same_training(model, reference, losses, expected)
     run.undo()
 
 

@@ -22,6 +22,7 @@ def pool(request, tmp_path_factory):
     "check",
     [
         checks.values_are_those_of_all,
+        checks.ranks_of_several_machines_agree,
         checks.a_failure_stops_all_ranks,
         checks.the_same_error_of_all_ranks_stays,
         checks.an_outer_failure_passes_inner_handlers,

@@ -58,6 +58,10 @@ def test_own_loop_equals_ddp(pool, accumulate):
     pool(checks.own_loop_equals_ddp, accumulate)
 
 
+def test_channels_last_is_kept(pair):
+    pair(checks.channels_last_is_kept)
+
+
 @pytest.mark.parametrize("unused", ["always", "later", "on rank 1"])
 def test_parameters_may_be_left_out(pool, unused):
     pool(checks.parameters_may_be_left_out, unused)
@@ -83,6 +87,12 @@ def test_out_of_memory_on_one_of_four(pool):
 def test_out_of_memory_in_the_update_is_recovered(pair, kind):
     for rank, at in itertools.product((0, 1), (1, 4)):
         pair(checks.out_of_memory_in_the_update_is_recovered, kind, rank, at)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_out_of_memory_before_the_average_is_recovered(pair, rank):
+    for at in (1, 4):
+        pair(checks.out_of_memory_before_the_average_is_recovered, rank, at)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])

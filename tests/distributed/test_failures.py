@@ -136,6 +136,31 @@ while True:
     assert named == {str(lost)}
 
 
+def test_a_rank_without_memory_for_zeros_ends_all() -> None:
+    """Fail in a forward whose all-reduces the rank cannot complete: the other rank waits for them."""
+    fails = """
+import flatout
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            tell(f"failed {time.time()}")
+            raise torch.OutOfMemoryError("planned")
+        return super().forward(x)
+def no_memory(reducer):
+    raise torch.OutOfMemoryError("no memory for zeros")
+dist.Reducer._get_zeros_like_grad_buckets = no_memory
+model = Fails(4, 2)
+optimizer = torch.optim.SGD(model.parameters())
+batches = [(torch.ones(4, 4), torch.ones(4, 2))]
+run = flatout.optimize(model, batches, optimizer, torch.nn.functional.mse_loss, budget=0, plan=None)
+run.step(next(iter(run.loader)))
+"""
+    ended = plainly(JOIN + fails)
+    assert ended.status == [1, 1]
+    assert ended.seconds_since("failed") < SECONDS
+    assert ranks_with_tracebacks(ended.err) == ["1"]
+
+
 def test_torchrun_names_a_killed_rank() -> None:
     kill = """
 if dist.get_rank() == 1:

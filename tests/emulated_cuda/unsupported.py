@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 CUPTI = "the profiler needs CUPTI, which needs a driver"
+NCCL = "NCCL is not emulated"
 TRITON = "code of Triton and NVRTC is for a GPU"
 CUDNN = "cuDNN does not run: torch's CPU kernels take its place"
 TF32 = "torch's CPU kernels do not round to TF32"
@@ -19,6 +20,7 @@ UNSUPPORTED = {
     "test_graphs.py::test_torchscript_trains_like_the_plain_model[bf16-": TRITON,
     "test_memory.py::test_the_fastest_batch_size_is_found_with_one_failure_at_the_most": BLOCKS,
     "test_memory.py::test_the_last_word_has_the_figures": SIZE,
+    "test_nccl.py::": NCCL,
     "test_normalize.py::test_it_is_compiled_in_one_graph": TRITON,
     "test_profile.py::test_every_phase_has_kernels_and_the_gaps_are_what_is_left": CUPTI,
     "test_profile.py::test_a_wait_is_found_at_its_line_and_blamed_for_the_gap": CUPTI,

@@ -1,7 +1,7 @@
 """Agreement of all ranks: on rank 0's values, on the largest value, and on failures.
 
-Every call is one collective of the same kind and shape, an all-reduce of a small vector over gloo. So a rank that fails
-outside of a collective can tell the others, whatever they agree on next. They stop at the same place, and the failure
+Every call is one exchange of the same kind and shape: a row of numbers from each rank to all. So a rank that fails
+outside of an exchange can tell the others, whatever they agree on next. They stop at the same place, and the failure
 is that of all ranks.
 """
 
@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +23,12 @@ from flatout.core.formatting import first_line
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.standard_error import say
 from flatout.core.timers import after
+from flatout.distributed import local_exchange
 
 T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)
+"""Time after which a collective fails. A rank may load data or compile for minutes while the others wait."""
 
 _VALUES = 12
 """Numbers that one message carries beside its status. A longer list takes more messages."""
@@ -65,6 +70,10 @@ class LostRank(ConnectionError):
 
 class RanksApart(RuntimeError):
     """Ranks have made different calls, so that they cannot agree on anything."""
+
+
+class OutOfStep(RuntimeError):
+    """This rank owes the others a collective that it cannot make. They wait there, so no attempt can tell them."""
 
 
 class OwnError:
@@ -171,7 +180,7 @@ ALONE = Agreement()
 
 
 class GroupAgreement(Agreement):
-    """Agreement of all ranks of the default process group. Each call takes about 0.1 ms on one machine.
+    """Agreement of all ranks of the default process group. Each call takes tens of microseconds on one machine.
 
     All ranks must make the same calls in the same order, from their main threads. A rank may leave this order only by
     an error inside ``attempt``.
@@ -189,7 +198,7 @@ class GroupAgreement(Agreement):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._level = 0
         self._call = ""
-        self._message = torch.zeros(self.size, _FIRST + _VALUES, dtype=torch.float64)
+        self._local = local_exchange.connect(group, _FIRST + _VALUES, TIMEOUT)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return [math.nan if any(map(math.isnan, column)) else max(column) for column in self._columns(values)]
@@ -227,7 +236,7 @@ class GroupAgreement(Agreement):
             if unwinding.failure.level < level:
                 raise
             raise unwinding.failure from unwinding.failure.__cause__
-        except (RankFailure, LostRank, RanksApart):
+        except (RankFailure, LostRank, RanksApart, OutOfStep):
             raise
         except Exception as error:
             self._fail(error)
@@ -252,18 +261,21 @@ class GroupAgreement(Agreement):
         return [row[_FIRST : _FIRST + len(values)] for row in rows]
 
     def _sent(self, status: list[float], values: Sequence[float] = ()) -> list[list[float]]:
-        row = [*status, _number(self._call), *values]
-        # The sum of one row from each rank and zeros: an all-gather is eight times slower on gloo.
-        message = self._message.zero_()
-        message[self.rank, : len(row)] = torch.tensor(row, dtype=torch.float64)
+        row = [*status, _number(self._call), *values, *[0.0] * (_VALUES - len(values))]
         with _lost(), self._patience():
-            dist.all_reduce(message, group=self._group)
-        rows = message.tolist()
+            rows = self._over_gloo(row) if self._local is None else self._local(row)
         has_failed = any(row[_LEVEL] for row in rows)  # a rank that fails may have left its call
         if not has_failed and any(row[_CALL] != rows[0][_CALL] for row in rows):
             calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._texts(self._call))]
             raise RanksApart(f"all ranks must make the same calls, got {', '.join(calls)}. Make each call on all ranks")
         return rows
+
+    def _over_gloo(self, row: list[float]) -> list[list[float]]:
+        # The sum of one row from each rank and zeros: an all-gather is eight times slower on gloo.
+        message = torch.zeros(self.size, len(row), dtype=torch.float64)
+        message[self.rank] = torch.tensor(row, dtype=torch.float64)
+        dist.all_reduce(message, group=self._group)
+        return message.tolist()
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
@@ -336,5 +348,5 @@ def _lost() -> Iterator[None]:
     """Turn the errors of a collective on the host into ``LostRank``."""
     try:
         yield
-    except RuntimeError as error:  # gloo: connection closed by peer, or timed out
+    except (RuntimeError, OSError) as error:  # connection closed by peer, or timed out
         raise LostRank(f"another rank has ended, or does not answer: {first_line(error)}") from error

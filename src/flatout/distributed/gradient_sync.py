@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.distributed.agreement import Agreement, RankFailure
+from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
 from flatout.distributed.reducer import AllReduces, ReducerOptions
 from flatout.distributed.step_clock import StepClock
 
@@ -201,23 +203,34 @@ class GradientSync:
             if not self._all_reduces.is_complete:
                 raise UnusedParameters("some parameters got no gradient in this step")
         except Exception as error:
+            if ran_out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # they hold the graph, and zeros need memory
             self._complete()
             if self.options.static_graph and "training graph has changed" in str(error):
                 raise UnusedParameters("the parameters that get gradients have changed") from error
             raise
 
     def _complete(self) -> None:
-        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank."""
+        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank.
+
+        Raises:
+            OutOfStep: there is no memory for zeros.
+        """
         all_reduces = self._all_reduces
-        if all_reduces.is_complete:
-            return
-        # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
-        if self.options.static_graph and all_reduces.steps == 0 and not all_reduces.began:
-            self._ddp._match_unused_params_allreduce()
-        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()[all_reduces.launched :]:
-            all_reduces.launch(bucket).wait()
-        if self._searches_graph:
-            self._ddp._match_unused_params_allreduce()
+        if not all_reduces.is_complete:
+            # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
+            if self.options.static_graph and all_reduces.steps == 0 and not all_reduces.started:
+                self._ddp._match_unused_params_allreduce()
+            try:
+                zeros = self._ddp.reducer._get_zeros_like_grad_buckets()
+            except RuntimeError as error:
+                raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
+            for bucket in zeros[len(all_reduces.started) :]:
+                all_reduces.launch(bucket)
+            if self._searches_graph:
+                self._ddp._match_unused_params_allreduce()
+        for mean in all_reduces.started:  # NCCL still writes to buckets that the next backward fills
+            mean.wait()
 
     def reset(self) -> None:
         """Forget a backward that failed on some rank. All ranks must call this, before their next ``run``."""
@@ -231,20 +244,28 @@ class GradientSync:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
 
         A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
+
+        Raises:
+            RankFailure: a rank failed, for example out of memory. No rank has changed a gradient that it had.
         """
         parameters = self._trained
-        has_gradient = bytes(p.grad is not None for p in parameters)
-        pattern = float(zlib.crc32(has_gradient))
-        # Agreed on the host, so that nothing waits for a GPU.
-        if self._ranks.largest([pattern, -pattern]) != [pattern, -pattern]:
-            for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
-                if any(of_ranks) and p.grad is None:
-                    p.grad = torch.zeros_like(p)
-        reduced = []
-        for grads in _chunks([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size)
-            reduced.append((grads, flat, dist.all_reduce(flat, async_op=True)))
-        for grads, flat, work in reduced:
+        while True:
+            has_gradient = bytes(p.grad is not None for p in parameters)
+            # Agreed on the host, so that nothing waits for a GPU. Nothing is allocated after the first collective.
+            with self._ranks.attempt() as message:
+                flats = [
+                    (grads, torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size))
+                    for grads in _chunks([p.grad for p in parameters if p.grad is not None])
+                ]
+                message.values = [float(zlib.crc32(has_gradient))]
+            if all(values == message.received[0] for values in message.received):
+                break
+            with self._ranks.attempt():
+                for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
+                    if any(of_ranks) and p.grad is None:
+                        p.grad = torch.zeros_like(p)
+        started = [dist.all_reduce(flat, async_op=True) for _, flat in flats]
+        for (grads, flat), work in zip(flats, started, strict=True):
             work.wait()
             for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(mean.view(grad.shape))

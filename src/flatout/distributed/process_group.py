@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from flatout.distributed import failures
+from flatout.distributed.agreement import TIMEOUT
 
 _LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of torchrun, and of other launchers of torch's convention."""
-
-TIMEOUT = timedelta(minutes=30)
-"""Time after which a collective fails. A rank may load data or compile for minutes while the others wait."""
-
 
 _is_joined = False
 _control: Any = None

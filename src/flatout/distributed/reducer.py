@@ -40,14 +40,13 @@ class AllReduces:
         clock: gets a mark when the last all-reduce starts.
 
     Attributes:
-        began: True if the first bucket of this backward was full.
-        launched: number of buckets whose all-reduce has started.
+        started: means of the buckets whose all-reduce has started in this backward, in this order.
         steps: number of complete backwards since the last failure.
     """
 
     def __init__(self, elements: int, ranks: int, compression: torch.dtype | None, clock: StepClock) -> None:
-        self.began = False
-        self.launched = self.steps = 0
+        self.started: list[torch.futures.Future[Tensor]] = []
+        self.steps = 0
         self._elements, self._missing = elements, 0
         self._ranks = ranks
         self._compression = compression
@@ -60,7 +59,7 @@ class AllReduces:
 
     def begin(self) -> None:
         """Expect all gradients."""
-        self.began, self.launched, self._missing = False, 0, self._elements
+        self.started, self._missing = [], self._elements
 
     def forget(self) -> None:
         """Forget a backward that failed."""
@@ -68,18 +67,19 @@ class AllReduces:
 
     def launch(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start the all-reduce of a bucket, and return its future mean."""
-        self.began = True
         sums = bucket.buffer()
         if self._compression is None:
             part = sums.div_(self._ranks)  # before the sum, which may overflow 16 bits
         else:
             part = torch.div(sums, self._ranks, out=torch.empty_like(sums, dtype=self._compression))
         future = dist.all_reduce(part, async_op=True).get_future()
-        self.launched += 1
         self._missing -= sums.numel()
         if self.is_complete:
             self.steps += 1
             self._clock.ready()
         if self._compression is None:
-            return future.then(lambda done: done.value()[0])
-        return future.then(lambda done: sums.copy_(done.value()[0]))
+            mean = future.then(lambda done: done.value()[0])
+        else:
+            mean = future.then(lambda done: sums.copy_(done.value()[0]))
+        self.started.append(mean)
+        return mean

@@ -150,7 +150,9 @@ class Stepper:
         ranks, own = self.spec.ranks.size, 1 if share is None else share.own
         if self.spec.loss_weight is not None:
             weight = self.micro_batches.weight_of(batch) if own else 0.0
-            self.weight = self.sync.relative(torch.as_tensor(weight, dtype=torch.float32, device=self.spec.device))
+            if not isinstance(weight, Tensor):  # a copy from the host would wait for the device
+                weight = torch.full((), float(weight), device=self.spec.device)
+            self.weight = self.sync.relative(weight.to(self.spec.device, torch.float32))
         elif share is None:
             self.weight = 1.0
         elif self.micro_batches.sums_losses:
@@ -303,13 +305,14 @@ class Stepper:
         optimizer, batches, self.pending = self.spec.optimizer, self.pending, 0
         if batches == 0 or optimizer is None:
             return False
-        # flatout's optimizers allocate before they write.
-        watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
-        if self.sync is not None and not self._is_synchronized:
-            with self.sync.clock.waiting():
-                self.sync.reduce()
-            self._is_synchronized = True
+        watch: AtomicUpdate | None = None
         try:
+            if self.sync is not None and not self._is_synchronized:
+                with self.sync.clock.waiting():
+                    self.sync.reduce()
+                self._is_synchronized = True
+            # flatout's optimizers allocate before they write.
+            watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
             with phase("update"), watch or contextlib.nullcontext():
                 self._update(optimizer, batches)
         except Exception as error:

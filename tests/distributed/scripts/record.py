@@ -30,7 +30,7 @@ class Record:
         """Record a step."""
         self._losses.append(loss.item())
         first = batch if isinstance(batch, Tensor) else batch[0]
-        self._samples[-1] += [hashlib.sha1(sample.numpy().tobytes()).hexdigest() for sample in first]
+        self._samples[-1] += [hashlib.sha1(sample.cpu().numpy().tobytes()).hexdigest() for sample in first]
 
     def epoch(self, model: nn.Module) -> None:
         """Record the end of an epoch."""
@@ -46,7 +46,7 @@ class Record:
             "losses": self._losses,
             "samples": self._samples[:-1],
             "weights": self._weights,
-            "state": model.state_dict(),
+            "state": {name: value.cpu() for name, value in model.state_dict().items()},
             "class": type(model).__name__,
             "hooks": hooks,
             "decisions": repr(decisions),

@@ -1,0 +1,103 @@
+"""The trainings of benchmarks/data_parallel.py, each as its library has people write it.
+
+Each function gets a model on the device and the batches of all ranks together, of which flatout takes slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import flatout
+from flatout.techniques import REGISTRY, Measured
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], Tensor]
+"""Trains on a batch of this rank and returns a loss: that of this rank or of all."""
+
+FLAGS = {"gradient_as_bucket_view": True, "static_graph": True}
+"""Fastest flags of DDP for a model whose every parameter gets a gradient in every step."""
+
+LONG = 100_000
+"""Steps that a training worth optimizing takes."""
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def ddp(model: nn.Module, loader: Sequence[Batch]) -> Step:
+    """Plain torch."""
+    device = loader[0][0].device
+    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **FLAGS)
+    optimizer = optimizer_of(model)
+
+    def step(batch: Batch) -> Tensor:
+        loss = cross_entropy(wrapped(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def accelerated(model: nn.Module, loader: Sequence[Batch]) -> Step:
+    """Hugging Face accelerate."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    engine = Accelerator(
+        cpu=loader[0][0].device.type == "cpu",
+        mixed_precision="no",
+        kwargs_handlers=[DistributedDataParallelKwargs(**FLAGS)],
+    )
+    return _by_engine(engine, *engine.prepare(model, optimizer_of(model)))
+
+
+def fabric(model: nn.Module, loader: Sequence[Batch]) -> Step:
+    """Lightning Fabric."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    engine = Fabric(
+        accelerator=loader[0][0].device.type,
+        devices=dist.get_world_size(),
+        strategy=DDPStrategy(**FLAGS),
+        precision="32-true",
+    )
+    engine.launch()
+    return _by_engine(engine, *engine.setup(model, optimizer_of(model)))
+
+
+def _by_engine(engine: Any, model: Any, optimizer: Any) -> Step:
+    """Both libraries have people write the same step."""
+
+    def step(batch: Batch) -> Tensor:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def untuned(model: nn.Module, loader: Sequence[Batch]) -> Step:
+    """flatout with every measured technique off, so that only its data-parallel path differs."""
+    return _run(model, loader, budget=0, techniques={t.name: False for t in REGISTRY if isinstance(t, Measured)})
+
+
+def tuned(model: nn.Module, loader: Sequence[Batch], budget: float) -> Step:
+    """flatout with what it keeps."""
+    return _run(model, loader, budget=budget, expected_steps=LONG)
+
+
+def _run(model: nn.Module, loader: Sequence[Batch], **options: Any) -> Step:
+    run = flatout.optimize(model, loader, optimizer_of(model), cross_entropy, plan=None, parallel="ddp", **options)
+    return run.step
