@@ -24,6 +24,7 @@ from flatout.distributed.agreement import GroupAgreement, RankFailure
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.process_group import control_group
 from flatout.distributed.reducer import ReducerOptions
+from flatout.distributed.step_clock import StepClock
 from flatout.techniques.data_parallel import Replicas
 from flatout.training.job import Job
 from flatout.training.recovery import Recovery
@@ -106,7 +107,7 @@ def assert_bit_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) ->
 def steps_equal_those_of_ddp(options: ReducerOptions, unused: str) -> None:
     """Compare the gradients of each step, and the weights after them, with those of DDP."""
     model, reference = net(unused=unused), net(unused=unused)
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     sync.finds_unused, sync.options = bool(unused), options
     ddp = plain_ddp(reference, options, unused=bool(unused))
     found = steps_of(model, partial(by_sync, sync, model), 5)
@@ -132,7 +133,7 @@ def gradients_of_two_dtypes_equal_those_of_ddp(options: ReducerOptions) -> None:
     torch.manual_seed(0)
     model = TwoDtypes()
     reference = copy.deepcopy(model)
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     sync.options = options
     ddp = plain_ddp(reference, options, unused=False)
     assert_bit_equal(steps_of(model, partial(by_sync, sync, model), 4), steps_of(reference, partial(by_ddp, ddp), 4))
@@ -141,7 +142,7 @@ def gradients_of_two_dtypes_equal_those_of_ddp(options: ReducerOptions) -> None:
 
 def compression_rounds_to_its_dtype() -> None:
     model, reference = net(), net()
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     sync.options = ReducerOptions(compression=torch.bfloat16)
     (found, _), (expected, _) = (
         steps_of(model, partial(by_sync, sync, model), 1),
@@ -165,7 +166,7 @@ def an_exchange_frees_the_old_ddp(options: ReducerOptions) -> None:
     gc.collect()
     before = living(DistributedDataParallel)
     model, reference = net(), net()
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     made: list[int] = []
 
     def make(*args: Any, **kwargs: Any) -> DistributedDataParallel:
@@ -203,7 +204,7 @@ def an_exchange_frees_the_old_ddp(options: ReducerOptions) -> None:
 def an_option_set_and_taken_back_keeps_the_ddp() -> None:
     """Trials turn kept candidates off and on before they restore a state. DDP keeps its buckets."""
     model = net()
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     steps_of(model, partial(by_sync, sync, model), 2)
     before, sync.options = sync.options, ReducerOptions(static_graph=True)
     assert sync.steps_to_settle == 3
@@ -215,7 +216,7 @@ def an_option_set_and_taken_back_keeps_the_ddp() -> None:
 
 def a_step_alone_leaves_the_gradients_of_this_rank() -> None:
     model, plain = net(), net()
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     x, y = slices()[0]
     with sync.alone():
         by_sync(sync, model, x, y)
@@ -232,7 +233,7 @@ def strides_that_change_keep_the_options() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
     x, y = torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, 0])
-    sync = GradientSync([model], ranks())
+    sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     sync.options = ReducerOptions(gradient_as_bucket_view=True, compression=torch.bfloat16)
     by_sync(sync, model, x, y)
     model.to(memory_format=torch.channels_last)

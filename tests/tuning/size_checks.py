@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.core.machine import available_memory
 from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.step_clock import StepClock
 from flatout.tuning.size_trials import MARGIN, SizeTrials, memory_limit, resident_bytes
 from flatout.tuning.step_memory import step_memory
 from tests.clock import Clock, TimedStep, simulated_tuning
@@ -227,7 +228,7 @@ def the_buckets_of_ddp_stay() -> None:
     job = job_of(model, [], torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks())
     weights = sum(p.nbytes for p in model.parameters())
     assert resident_bytes(job) == weights
-    job.stepper.sync = sync = GradientSync([model], ranks())
+    job.stepper.sync = sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
     assert resident_bytes(job) == 2 * weights
     sync.remove()
 
