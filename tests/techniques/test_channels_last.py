@@ -68,7 +68,7 @@ def test_the_format_reaches_weights_that_are_the_same_memory_in_both():
     """A convolution chooses its output format by strides, also for one input channel or a 1x1 kernel."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1))
     image = torch.randn(2, 1, 5, 5)
-    (candidate,) = candidates("channels_last", job_of(model))
+    (candidate,) = candidates("channels_last", job_of(model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
     assert model(image).is_contiguous()
     with candidate:
         assert model(image).is_contiguous(memory_format=torch.channels_last)
@@ -87,6 +87,26 @@ def test_training_is_carried_over_in_both_directions():
     train(model, loader, opt)
     with candidate:
         train(model, loader, opt)
+    for _ in range(3):
+        train(twin, twin_loader, twin_opt)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_an_optimizer_that_is_not_given_keeps_moments_in_the_order_of_its_weights():
+    """Fused updates of torch read weights and moments in the order of memory."""
+
+    def fused(parameters, lr):
+        return torch.optim.Adam(parameters, lr, fused=True)
+
+    model, loader, opt = make(optimizer=fused)
+    twin, twin_loader, twin_opt = make(optimizer=fused)
+    train(model, loader, opt)
+    run = flatout.optimize(model, loader, device="cpu", budget=2.0, plan=None, techniques=only("channels_last"))
+    assert "no-optimizer" in reasons(run.report.row("channels_last").why)
+    train(model, loader, opt)
+    run.undo()
+    train(model, loader, opt)
     for _ in range(3):
         train(twin, twin_loader, twin_opt)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):

@@ -79,9 +79,15 @@ class ChannelsLast(StepTechnique):
         return "reseeded" if job.objective.draws else self.effect
 
     def check(self, job: Job) -> None:
-        """Require a model with 2-d convolutions whose weights are in the default format."""
+        """Require a model with 2-d convolutions whose weights are in the default format.
+
+        A training must give its optimizer: moments with other strides than their weight are wrong in fused updates,
+        also of torch, which read both in the order of memory.
+        """
         if not self._weights(job):
             raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
+        if job.spec.optimizer is None and not job.spec.inference:
+            raise NotApplicable("no optimizer was given to optimize(), and moments must follow the weights' strides")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the one candidate."""
