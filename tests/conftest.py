@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tests.clock import Clock, simulated_tuning
 from tests.compiler import Compiler
 from tests.process_state import put_back
+from tests.ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
@@ -40,6 +41,20 @@ settings.load_profile("flatout")
 multiprocessing.set_forkserver_preload(
     ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.training.checkpoint.training"]
 )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Return two ranks."""
+    with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Return two ranks, and then four."""
+    with RankPool(request.param, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 def _missing_for_gpu_tests() -> str:

@@ -59,6 +59,12 @@ class RankPool:
         self._ends: list[Any] = []
         self._processes: list[Any] = []
 
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _start(self) -> None:
         store = str(self._folder / f"store{len(list(self._folder.iterdir()))}")
         for rank in range(self._world):

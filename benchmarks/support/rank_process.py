@@ -28,7 +28,7 @@ CHECKED = 20
 """Steps before the turns, after which all trainings must have the same loss."""
 
 LEAD = 10
-"""Timed steps for each untimed step before them."""
+"""Number of timed steps for which one untimed step warms up."""
 
 BATCHES = 8
 

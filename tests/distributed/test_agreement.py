@@ -13,9 +13,8 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="module", params=[2, 3])
 def pool(request, tmp_path_factory):
-    pool = RankPool(request.param, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+    with RankPool(request.param, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,8 @@ from tests.ranks import RankPool
 FORCED: dict[str, Any] = {"static_graph": True, "gradient_buckets": 1, "gradient_compression": "bf16"}
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
-
-
-def test_hidden_communication_costs_no_trial(pool: RankPool) -> None:
-    pool(checks.hidden_communication_costs_no_trial)
+def test_hidden_communication_costs_no_trial(pair: RankPool) -> None:
+    pair(checks.hidden_communication_costs_no_trial)
 
 
 @pytest.mark.parametrize(
@@ -34,26 +26,26 @@ def test_hidden_communication_costs_no_trial(pool: RankPool) -> None:
         ("gradient_compression", "compression"),
     ],
 )
-def test_exposed_communication_is_reported_and_saved(pool: RankPool, name: str, changed: str) -> None:
-    pool(checks.exposed_communication_is_reported_and_saved, name, changed)
+def test_exposed_communication_is_reported_and_saved(pair: RankPool, name: str, changed: str) -> None:
+    pair(checks.exposed_communication_is_reported_and_saved, name, changed)
 
 
-def test_timed_steps_have_their_full_speed(pool: RankPool) -> None:
-    pool(checks.timed_steps_have_their_full_speed)
+def test_timed_steps_have_their_full_speed(pair: RankPool) -> None:
+    pair(checks.timed_steps_have_their_full_speed)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_compression_is_caught(pool: RankPool, rank: int) -> None:
-    pool(checks.a_wrong_compression_is_caught, rank)
+def test_a_wrong_compression_is_caught(pair: RankPool, rank: int) -> None:
+    pair(checks.a_wrong_compression_is_caught, rank)
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_a_forced_technique_is_kept(pool: RankPool, name: str) -> None:
-    pool(checks.a_forced_technique_is_kept, {name: FORCED[name]}, "always" if name == "static_graph" else "")
+def test_a_forced_technique_is_kept(pair: RankPool, name: str) -> None:
+    pair(checks.a_forced_technique_is_kept, {name: FORCED[name]}, "always" if name == "static_graph" else "")
 
 
-def test_all_techniques_work_together(pool: RankPool) -> None:
-    pool(checks.a_forced_technique_is_kept, FORCED, "always")
+def test_all_techniques_work_together(pair: RankPool) -> None:
+    pair(checks.a_forced_technique_is_kept, FORCED, "always")
 
 
 @pytest.mark.parametrize(
@@ -65,11 +57,11 @@ def test_all_techniques_work_together(pool: RankPool) -> None:
     ],
 )
 def test_a_forced_technique_is_refused(
-    pool: RankPool, techniques: dict[str, Any], arguments: dict[str, Any], code: str
+    pair: RankPool, techniques: dict[str, Any], arguments: dict[str, Any], code: str
 ) -> None:
-    pool(checks.a_forced_technique_is_refused, techniques, arguments, code)
+    pair(checks.a_forced_technique_is_refused, techniques, arguments, code)
 
 
-def test_a_training_with_kept_options_resumes_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
+def test_a_training_with_kept_options_resumes_bit_for_bit(pair: RankPool, tmp_path: Path) -> None:
     techniques = {"gradient_buckets": 1, "gradient_compression": True}
-    pool(data_parallel_checks.a_training_resumes_bit_for_bit, str(tmp_path), 1, 3, techniques)
+    pair(data_parallel_checks.a_training_resumes_bit_for_bit, str(tmp_path), 1, 3, techniques)

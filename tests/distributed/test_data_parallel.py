@@ -10,7 +10,6 @@ from torch import nn
 import flatout
 from flatout.tuning.ranks import parallel_of
 from tests.distributed import data_parallel_checks as checks
-from tests.ranks import RankPool
 
 
 def test_ddp_requires_several_ranks_and_a_training():
@@ -20,20 +19,6 @@ def test_ddp_requires_several_ranks_and_a_training():
         parallel_of("ddp", [nn.Linear(2, 2)], trains=False)
     with pytest.raises(ValueError, match="parallel must be one of"):
         flatout.optimize(nn.Linear(2, 2), [], parallel="fsdp")
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def pool(request, tmp_path_factory):
-    pool = RankPool(request.param, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("unused", ["", "always"])

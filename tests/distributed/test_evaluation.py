@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.distributed import evaluation_checks as checks
 from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(request.param, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum", "weighted"])

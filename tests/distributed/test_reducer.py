@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,20 +18,10 @@ def _name(options: ReducerOptions) -> str:
     return "+".join(name for name in checks.CHANGES if getattr(options, name)) or "default"
 
 
-def pool_of(ranks: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(ranks, Path(factory.mktemp("ranks")))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    yield from pool_of(2, tmp_path_factory)
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    yield from pool_of(4, tmp_path_factory)
+    with RankPool(4, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("unused", ["", "always", "on rank 1"])

@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import slices_checks as checks
-from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "lazy", "replacement"])
 @pytest.mark.parametrize("wrapper", ["prefetcher", "in memory", "cached"])
-def test_ranks_train_on_the_batches_of_one_process(pool, kind, wrapper):
-    pool(checks.ranks_train_on_the_batches_of_one_process, kind, wrapper)
+def test_ranks_train_on_the_batches_of_one_process(pair, kind, wrapper):
+    pair(checks.ranks_train_on_the_batches_of_one_process, kind, wrapper)

@@ -5,14 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import wrapped_checks as checks
-from tests.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard", "hooks"])

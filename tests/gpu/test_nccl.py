@@ -1,4 +1,4 @@
-"""Data-parallel training over NCCL: of two ranks with a GPU each, and of one process in a group of its own."""
+"""Data-parallel training over NCCL on two GPUs, and a process group of a single process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"), "nccl", "spawn")
-    yield pool
-    pool.close()
+    with RankPool(2, tmp_path_factory.mktemp("ranks"), "nccl", "spawn") as pool:
+        yield pool
 
 
 @two_gpus

@@ -10,9 +10,8 @@ from tests.ranks import RankPool
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    pool = RankPool(2, tmp_path_factory.mktemp("ranks"), method="spawn")
-    yield pool
-    pool.close()
+    with RankPool(2, tmp_path_factory.mktemp("ranks"), method="spawn") as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("name", rank_checks.CASES)

@@ -20,9 +20,8 @@ PLACES = list(checks.PLACEMENTS)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    pool = RankPool(checks.WORLD, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+    with RankPool(checks.WORLD, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +18,6 @@ from flatout.tuning.ranks import why_apart, world_size
 from tests.jobs import QUICK, Net, make_data
 from tests.ranks import RankPool
 from tests.reasons import reasons
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
 
 
 def run_of(model: nn.Module, loader: Any, optimizer: Any = torch.optim.SGD) -> tuple[flatout.Run, list[str]]:
@@ -76,12 +67,12 @@ def check_wrapped_models_train_together() -> None:
     assert why_apart([wrapped.module], torch.optim.SGD(wrapped.parameters(), 0.1), loader_of())
 
 
-def test_ranks_that_nothing_synchronizes_warn_once_and_in_the_report(ranks: RankPool) -> None:
-    ranks(check_plain_models_train_apart)
+def test_ranks_that_nothing_synchronizes_warn_once_and_in_the_report(pair: RankPool) -> None:
+    pair(check_plain_models_train_apart)
 
 
-def test_ranks_that_are_synchronized_are_not_warned(ranks: RankPool) -> None:
-    ranks(check_wrapped_models_train_together)
+def test_ranks_that_are_synchronized_are_not_warned(pair: RankPool) -> None:
+    pair(check_wrapped_models_train_together)
 
 
 def test_torchruns_environment_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.ranks import RankPool
 from tests.tuning import size_checks as checks
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(request.param, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("samples", [16, 9])

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks import RankPool
 from tests.tuning import worker_checks as checks
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(2, Path(tmp_path_factory.mktemp("ranks")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow

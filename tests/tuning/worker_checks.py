@@ -85,7 +85,7 @@ def workers_are_measured_by_all_ranks() -> None:
 
 
 def workers_are_those_that_rank_0_has_found() -> None:
-    """The measurement finds another number of workers on each rank."""
+    """Each rank measures another best number of workers. All use that of rank 0."""
     together = ranks()
     loader = sliced(DataLoader(Samples(), batch_size=8), together)
     job = job_of(

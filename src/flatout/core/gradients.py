@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout import native
 from flatout.core import dtensor
@@ -28,6 +28,11 @@ _PLAIN: tuple[tuple[Callable[[Tensor], Any], frozenset[Any]], ...] = (
     (operator.attrgetter("layout"), frozenset((torch.strided,))),
     (Tensor.is_neg, frozenset((False,))),  # else the memory holds the negated values
 )
+
+
+def trained_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules that may get gradients, each once."""
+    return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.core.gradients import trained_parameters
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
 from flatout.distributed.reducer import AllReduces, ReducerOptions
@@ -86,7 +87,7 @@ class GradientSync:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
-        elements = sum(parameter.numel() for parameter in self._trained)
+        elements = sum(p.numel() for p in trained_parameters(self._modules))
         self._all_reduces = launches = AllReduces(elements, self._ranks.size, options.compression, self.clock)
         self._ddp.register_comm_hook(None, lambda state, bucket: launches.launch(bucket))
         self._made_for, self._strides = made_for, self._present_strides
@@ -104,13 +105,9 @@ class GradientSync:
         return [p.stride() for module in self._modules for p in module.parameters()]
 
     @property
-    def _trained(self) -> list[nn.Parameter]:
-        return list({id(p): p for module in self._modules for p in module.parameters() if p.requires_grad}.values())
-
-    @property
     def bucket_bytes(self) -> int:
         """Bytes of DDP's buckets, which hold a copy of every gradient."""
-        return sum(p.nbytes for p in self._trained)
+        return sum(p.nbytes for p in trained_parameters(self._modules))
 
     @property
     def steps_to_settle(self) -> int:
@@ -123,9 +120,9 @@ class GradientSync:
         return max(0, needed - (self._all_reduces.steps if self._made_for == self._wanted else 0))
 
     def refresh(self) -> bool:
-        """Make a new DDP if options have changed, or strides of parameters, as with channels_last. It would copy.
+        """Make a new DDP if the options or the strides of parameters have changed.
 
-        All ranks must call this together.
+        All ranks must call this together. The technique channels_last changes strides, and DDP then copies gradients.
 
         Returns:
             True if there is a new one.
@@ -211,7 +208,7 @@ class GradientSync:
             raise
 
     def _complete(self) -> None:
-        """Add zeros to the all-reduces that the other ranks still wait for, after a failure on this rank.
+        """Take part in the remaining all-reduces with zeros, after a failure on this rank. The others wait for them.
 
         Raises:
             OutOfStep: there is no memory for zeros.
@@ -248,7 +245,7 @@ class GradientSync:
         Raises:
             RankFailure: a rank failed, for example out of memory. No rank has changed a gradient that it had.
         """
-        parameters = self._trained
+        parameters = trained_parameters(self._modules)
         while True:
             has_gradient = bytes(p.grad is not None for p in parameters)
             # Agreed on the host, so that nothing waits for a GPU. Nothing is allocated after the first collective.

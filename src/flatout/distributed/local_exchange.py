@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import tempfile
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -30,6 +31,8 @@ class LocalExchange:
 
     def __init__(self, rank: int, peers: Sequence[socket.socket], size: int, width: int) -> None:
         self._is_first, self._peers, self._width = rank == 0, peers, width
+        for peer in peers:
+            weakref.finalize(self, peer.close)
         self._row, self._rows = struct.Struct(f"{width}d"), struct.Struct(f"{width * size}d")
 
     def __call__(self, row: Sequence[float]) -> list[list[float]]:

@@ -171,7 +171,7 @@ class RankPace(Described):
 
     @property
     def own_ms(self) -> float:
-        """Time of this rank without the wait for others, milliseconds. The slowest rank is the one with the most."""
+        """Time of loading and computing, milliseconds. All ranks wait for the rank with the largest."""
         return self.load_ms + self.compute_ms
 
     def _facts(self) -> dict[str, str]:

@@ -58,9 +58,7 @@ def _synchronized_class(base: type[nn.Module], sync: GradientSync) -> type[nn.Mo
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = super(synchronized, self).__call__
-        if sync.is_inside or not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        return sync.run(call, *args, **kwargs)
+        return sync.run(call, *args, **kwargs) if torch.is_grad_enabled() else call(*args, **kwargs)
 
     def no_sync(self: Any) -> AbstractContextManager[None]:
         return sync.no_sync()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flatout.core.out_of_memory import parameters_of
 from flatout.techniques.base import NotApplicable
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
@@ -37,16 +38,15 @@ class GradientBuckets(ReducerTechnique):
         """Require an optimizer of all trained parameters, because other gradients outlive a step in their buckets."""
         super().check(job)
         assert job.spec.optimizer is not None
-        updated = {id(p) for group in job.spec.optimizer.param_groups for p in group["params"]}
-        if any(p.requires_grad and id(p) not in updated for module in job.spec.modules for p in module.parameters()):
+        updated = {id(p) for p in parameters_of(job.spec.optimizer)}
+        if any(id(p) not in updated for p in job.spec.trained):
             raise NotApplicable(
                 "some gradients are kept from step to step, because the optimizer lacks their parameters"
             )
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the sizes that lead to different buckets."""
-        parameters = {p for module in job.spec.modules for p in module.parameters() if p.requires_grad}
-        total = sum(parameter.nbytes for parameter in parameters)
+        total = sum(p.nbytes for p in job.spec.trained)
         by_bytes = {min(size << 20, total): size for size in reversed(SIZES)}
         return [_candidate(job, size) for size in SIZES if size in by_bytes.values()]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GradientCompression(ReducerTechnique):
-    """Sends gradients to the other ranks in bfloat16, and adds them there in bfloat16.
+    """Averages gradients over the ranks in bfloat16.
 
     When it helps: all-reduces of half the bytes, where the network is slower than the backward. When it hurts: each
     rank adds a rounding error of 0.2 % to each gradient. So many ranks fail the comparison with the uncompressed
@@ -36,7 +36,7 @@ class GradientCompression(ReducerTechnique):
         super().check(job)
         if job.stepper.scaler is not None:
             raise NotApplicable("gradients of float16 products are scaled, so that a trial cannot compare them")
-        if any(p.dtype is not torch.float32 for m in job.spec.modules for p in m.parameters() if p.requires_grad):
+        if any(p.dtype is not torch.float32 for p in job.spec.trained):
             raise NotApplicable("some gradients are no float32 numbers")
 
     def effect_on(self, job: Job) -> Effect:

@@ -37,10 +37,10 @@ class Evaluation:
         """The last loader with persistent workers, and the loader of its slices."""
 
     def means(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
-        """Return the mean loss and metrics over a loader, weighted by samples. All ranks must call this together.
+        """Return the mean loss and the mean of each metric over all samples of a loader.
 
-        The model is in eval mode during the evaluation, and in its own modes afterwards. A loss that only the user's
-        own loop knows is left out.
+        All ranks must call this together. The model is in eval mode during the evaluation, and in its own modes
+        afterwards. A loss that only the user's own loop knows is left out.
 
         Raises:
             ValueError: the loader yielded no batch, or ranks have different metrics.

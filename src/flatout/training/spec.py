@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.core.gradients import trained_parameters
 from flatout.distributed.agreement import ALONE, Agreement
 
 LossWeight = Callable[[Any], float | Tensor]
@@ -60,6 +61,11 @@ class Spec:
     def modules(self) -> list[nn.Module]:
         """Model and loss modules: everything with parameters or buffers that a step may use."""
         return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters of ``modules`` that may get gradients, each once."""
+        return trained_parameters(self.modules)
 
     @property
     def code(self) -> list[Any]:

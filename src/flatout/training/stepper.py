@@ -348,8 +348,9 @@ class Stepper:
     def apart(self) -> Iterator[None]:
         """Make the steps of this rank, inside the block, steps without the other ranks, whose gradients they lack."""
         sync, self.sync = self.sync, None
+        assert sync is not None
         try:
-            with contextlib.nullcontext() if sync is None else sync.alone():
+            with sync.alone():
                 yield
         finally:
             self.sync = sync

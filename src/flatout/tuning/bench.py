@@ -154,7 +154,7 @@ class Bench:
         return row
 
     def forget(self) -> None:
-        """Forget pace, memory, communication, phases and results, because a decision changed them."""
+        """Discard all measurements of the loop, because a decision has changed it."""
         self._pace = self._memory = self._exposed_ms = self.phases = self.comparison = None
         self._results.clear()
 

@@ -111,6 +111,6 @@ class LoaderLoops:
         if not self._settle:
             time.sleep(rest)
             rest = 0.0
-        timer.settle(max(settle, timer.steps_to_settle), rest)
+        timer.settle(settle, rest)
         self._latest = timer
         return timer.stretch(self._steps, self._limit)

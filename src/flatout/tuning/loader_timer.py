@@ -105,11 +105,6 @@ class LoaderTimer:
         self._is_started = False
         self._is_empty = True
 
-    @property
-    def steps_to_settle(self) -> int:
-        """Untimed steps until a step has its full speed, after a change of the training."""
-        return self._job.stepper.steps_to_settle
-
     def empty_queue(self) -> None:
         """Take the batches that were made during the other loader's turn, without training.
 
@@ -122,13 +117,13 @@ class LoaderTimer:
             self._is_empty = True
 
     def settle(self, steps: int, rest: float = 0.0) -> None:
-        """Train without timing.
+        """Train without timing, until a step has its full speed after a change of the training.
 
         Args:
             steps: minimum of batches, in whole updates. The wait for the first batch of an empty queue must be untimed.
             rest: minimum of seconds, in which another loader's workers fill their queue and stop.
         """
-        begin, settled = self._ranks.now(), 0
+        begin, settled, steps = self._ranks.now(), 0, max(steps, self._job.stepper.steps_to_settle)
         while settled < steps or self._ranks.now() < begin + rest:
             for _ in range(self._job.spec.accumulate):
                 asked = time.perf_counter()

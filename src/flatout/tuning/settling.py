@@ -27,7 +27,7 @@ def settle(bench: Bench) -> None:
 
 
 def refresh(bench: Bench) -> None:
-    """Adapt DDP to its options and to the memory format that were decided."""
+    """Make a new DDP if the decisions have changed its options or the memory format, and settle it."""
     stepper = bench.job.stepper
     if stepper.sync is not None and (stepper.sync.refresh() or stepper.steps_to_settle > 1):
         settle(bench)

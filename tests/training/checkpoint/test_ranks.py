@@ -18,9 +18,8 @@ from tests.training.checkpoint import rank_checks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    pool = RankPool(rank_checks.WORLD, tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+    with RankPool(rank_checks.WORLD, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
 
 
 def test_each_rank_resumes_from_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
