@@ -130,7 +130,7 @@ def timed_steps_have_their_full_speed() -> None:
         return plain_block(*args)
 
     def stretch(self: LoaderTimer, *args: Any) -> Any:
-        found.append(self.steps_to_settle)
+        found.append(self._job.stepper.steps_to_settle)
         return plain_stretch(self, *args)
 
     with (
@@ -138,7 +138,7 @@ def timed_steps_have_their_full_speed() -> None:
         mock.patch("flatout.tuning.bench.timed_block", block),
         mock.patch.object(LoaderTimer, "stretch", stretch),
     ):
-        tuning = tuned(net(), lambda options: 0.01 if options.gradient_as_bucket_view else 0.05, ("gradient_buckets",))
+        tuning = tuned(net(), lambda options: 0.01 if options.bucket_bytes else 0.05, ("gradient_buckets",))
     assert tuning.plan.decisions
     assert set(found) == {0}
     tuning.undo()

@@ -241,6 +241,31 @@ def buffers_stay_equal(accumulate: int) -> None:
     run.undo()
 
 
+def gradients_without_an_update_add_up() -> None:
+    """The optimizer lacks a layer. Its gradients are the sum of all steps, also after one that ran out of memory."""
+    reference, model = net(), net()
+
+    def fails(where: str, call: int, samples: int) -> None:
+        if where == "backward" and dist.get_rank() == 1 and call == 5 and samples > 2:
+            raise torch.OutOfMemoryError("planned")
+
+    for each in (reference, model):
+        optimizer = torch.optim.SGD([p for name, p in each.named_parameters() if not name.startswith("side")], lr=0.1)
+        if each is model:
+            run = optimized(model, optimizer)
+            model.calls, model.fails = 0, fails
+            with pytest.warns(RuntimeWarning, match="ran out of memory"):
+                trained(run, 1)
+            continue
+        for x, y in batches():
+            optimizer.zero_grad()
+            cross_entropy(each(x), y).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.side.parameters(), reference.side.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    run.undo()
+
+
 def out_of_memory_is_recovered(place: str, rank: int, at: int, unused: str, accumulate: int) -> None:
     reference, model = net(unused=unused), net(unused=unused)
     expected = whole_training(reference, "adamw", epochs=2, accumulate=accumulate)

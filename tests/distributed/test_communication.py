@@ -22,7 +22,7 @@ def test_hidden_communication_costs_no_trial(pair: RankPool) -> None:
     ("name", "changed"),
     [
         ("static_graph", "static_graph"),
-        ("gradient_buckets", "gradient_as_bucket_view"),
+        ("gradient_buckets", "bucket_bytes"),
         ("gradient_compression", "compression"),
     ],
 )

@@ -57,6 +57,10 @@ def test_buffers_stay_equal(pair, accumulate):
     pair(checks.buffers_stay_equal, accumulate)
 
 
+def test_gradients_without_an_update_add_up(pool):
+    pool(checks.gradients_without_an_update_add_up)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("unused", ["", "always"])
 def test_out_of_memory_is_recovered(pair, unused, accumulate):

@@ -53,6 +53,9 @@ def test_gradients_are_averaged_after_parts_and_accumulated_batches(name: str) -
     in_parts = job()
     in_parts.stepper.micro_batches.size = 1
     assert refusal(name, in_parts) == {"averaged-after-backward"}
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    given = job_of(model, (), torch.optim.SGD(model[0].parameters(), lr=0.1), loss_fn=mse_loss, ranks=Ranks(2))
+    assert refusal(name, given) == {"averaged-after-backward"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,14 +69,6 @@ def test_ranks_may_train_apart(name: str) -> None:
     apart = job()
     apart.data.batches = [torch.ones(1, 2)]
     assert refusal(name, apart) == {"forbidden"}
-
-
-def test_gradients_that_no_update_uses_stay_out_of_buckets() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    given = job_of(model, (), torch.optim.SGD(model[0].parameters(), lr=0.1), loss_fn=mse_loss, ranks=Ranks(2))
-    assert refusal("gradient_buckets", given) == {"keeps-gradients"}
-    model[1].requires_grad_(False)
-    assert refusal("gradient_buckets", given) is None
 
 
 def test_only_float32_is_compressed() -> None:

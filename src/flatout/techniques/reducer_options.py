@@ -67,8 +67,8 @@ class ReducerTechnique(StepTechnique):
             raise NotApplicable("this is one process, whose gradients need no averaging")
         if job.why_no_step:
             raise NotApplicable(f"{job.why_no_step}: flatout cannot repeat a step that fails on one rank")
-        if job.spec.accumulate > 1 or stepper.micro_batches.size is not None:
-            raise NotApplicable("gradients are averaged after the last part of an update, and not during the backward")
+        if stepper.keeps_gradients or stepper.micro_batches.size is not None:
+            raise NotApplicable("gradients are averaged before the update, and not during the backward")
         if job.data.batches and stepper.sync is None:
             raise NotApplicable("the ranks train apart: techniques={'data_parallel': False} does without it")
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatout.amp import GradScaler
 from flatout.core.batches import batch_size_of
-from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.out_of_memory import parameters_of, ran_out_of_memory
 from flatout.data.order import BatchShare
 from flatout.distributed.agreement import STEP
 from flatout.distributed.gradient_sync import GradientSync
@@ -126,10 +126,22 @@ class Stepper:
     def averages_in_backward(self) -> bool:
         """True if a step averages its gradients over the ranks during the backward, and not before the update.
 
-        The limit of parts decides, not their number: one rank may have a sample more, and so compute two parts. With
-        accumulation, the backward would average gradients of earlier batches even if this batch fails.
+        The limit of parts decides, not their number: one rank may have a sample more, and so compute two parts. If
+        gradients outlive a batch, the backward would average those of earlier batches even if this batch fails.
         """
-        return self.sync is not None and self.accumulate == 1 and self.micro_batches.size is None
+        return self.sync is not None and self.micro_batches.size is None and not self.keeps_gradients
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if gradients outlive a batch: with accumulation, and of parameters that the optimizer lacks."""
+        return self.accumulate > 1 or self._has_other_parameters
+
+    @cached_property
+    def _has_other_parameters(self) -> bool:
+        if self.spec.optimizer is None:
+            return False
+        updated = {id(p) for p in parameters_of(self.spec.optimizer)}
+        return any(id(p) not in updated for p in self.spec.trained)
 
     @property
     def steps_to_settle(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.tuning.bench import Bench
 
 
 def settle(bench: Bench) -> None:
-    """Take steps, by which DDP learns the order of the gradients, and whether some parameters get none.
+    """Choose where gradients are kept, and take steps, by which DDP learns their order, and whether some are missing.
 
     With more than two ranks the order changes the rounding of sums. So without these steps, a resumed training would
     differ in its first update. A step that runs out of memory is left out, because later stages find parts of batches
@@ -16,6 +18,8 @@ def settle(bench: Bench) -> None:
     job, sync = bench.job, bench.job.stepper.sync
     if sync is None:
         return
+    # This saves a copy of each gradient. A loop of the user's own may keep gradients longer than a step.
+    sync.options = replace(sync.options, gradient_as_bucket_view=not job.why_no_step)
     try:
         with bench.ranks.attempt():
             for _ in range(max(1, job.stepper.steps_to_settle - 1)):  # the next step begins with the new buckets
