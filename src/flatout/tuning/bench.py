@@ -64,10 +64,7 @@ MOST_RESULT_BYTES = 1 << 28
 """Size of the baseline's results above which they are computed for each candidate."""
 
 NOISE_SHARE = 0.05
-"""Share of the budget for the noise floor, and for the exposed communication."""
-
-EXPOSED_PAIRS = 3
-"""Number of pairs of blocks, with and without averaged gradients, whose medians show the exposed communication."""
+"""Share of the budget for the noise floor."""
 
 FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
 """Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs.
@@ -89,6 +86,7 @@ class Bench:
         progress: shown between timed regions.
         comparison: the trial that the present loader won, if the steps are the same since; None otherwise.
         phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
+        exposed_ms: exposed communication of these steps; None before ``rank_costs.exposed_ms`` measures it.
     """
 
     job: Job
@@ -99,12 +97,12 @@ class Bench:
     progress: Progress = field(default_factory=Progress)
     comparison: LoaderComparison | None = None
     phases: Mapping[str, float] | None = None
+    exposed_ms: float | None = None
     _noise: dict[int, Noise] = field(default_factory=dict)
     _pace: Pace | None = None
     _loop_pairs: list[Pair] = field(default_factory=list)
     _busy: float = 1.0
     _memory: int | None = None
-    _exposed_ms: float | None = None
     _results: dict[Hashable, Observed] = field(default_factory=dict)
 
     @property
@@ -155,7 +153,7 @@ class Bench:
 
     def forget(self) -> None:
         """Discard all measurements of the loop, because a decision has changed it."""
-        self._pace = self._memory = self._exposed_ms = self.phases = self.comparison = None
+        self._pace = self._memory = self.exposed_ms = self.phases = self.comparison = None
         self._results.clear()
 
     def use(self, source: Iterable[Any], comparison: LoaderComparison | None = None) -> None:
@@ -352,31 +350,6 @@ class Bench:
                 return None
             finally:
                 self.rewind()
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """Milliseconds that averaging gradients adds to a step: its time with averaging, minus its time without.
-
-        None if the gradients are not averaged during the backward, or if the budget is too small to measure this.
-        """
-        if not self.job.stepper.averages_in_backward:
-            return None
-        affordable = 2 * EXPOSED_PAIRS * self.block_seconds <= NOISE_SHARE * self.budget.seconds
-        if self._exposed_ms is None and affordable:
-            self._exposed_ms = self._measure_exposed_ms()
-        return self._exposed_ms
-
-    def _measure_exposed_ms(self) -> float:
-        sync, block = self.job.stepper.sync, self.blocks()
-        assert sync is not None
-        seconds: tuple[list[float], list[float]] = ([], [])
-        self.rewind()
-        for i in range(EXPOSED_PAIRS):
-            seconds[0].append(block(i).time("wall"))
-            with sync.alone():
-                seconds[1].append(block(i).time("wall"))
-        self.rewind()
-        return max(0.0, 1e3 * (median(seconds[0]) - median(seconds[1])))
 
     def baseline_results(self, key: Hashable, observe: Callable[[], Observed]) -> Observed:
         """Return the results of a run with the kept candidates, and keep them for the next call if they are small.

@@ -9,7 +9,7 @@ from typing import Any
 from flatout.mfu import MfuCounter
 from flatout.tuning.bench import Bench
 from flatout.tuning.loader_timer import ALONE_SECONDS, LoaderTimer, workers_and_queue
-from flatout.tuning.rank_costs import UPDATES, rank_costs
+from flatout.tuning.rank_costs import SHARE, UPDATES, exposed_ms, rank_costs
 from flatout.tuning.timing import synchronize
 
 PHASE_UPDATES = 8
@@ -18,9 +18,6 @@ PHASE_SECONDS = 0.25
 
 FEWEST_UPDATES = 4
 """Two updates for the memory of a step, and two for its phases."""
-
-SHARE = 0.05
-"""Largest share of the budget for each of these measurements."""
 
 
 def costs_of(bench: Bench) -> dict[str, Any]:
@@ -34,7 +31,7 @@ def costs_of(bench: Bench) -> dict[str, Any]:
     if _affords(bench, FEWEST_UPDATES * job.spec.accumulate * pace.step_ms):
         if bench.phases is None:
             bench.phases = _phases(bench)
-        told |= {"step_bytes": bench.memory, "phases": bench.phases, "exposed_ms": bench.exposed_ms}
+        told |= {"step_bytes": bench.memory, "phases": bench.phases, "exposed_ms": exposed_ms(bench)}
     if _affords(bench, UPDATES * job.spec.accumulate * pace.step_ms):
         told |= rank_costs(bench)
     _, queue = workers_and_queue(job, job.data.source)

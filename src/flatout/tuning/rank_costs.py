@@ -1,4 +1,4 @@
-"""Costs of training on several ranks: the times of each rank, and the speed of one rank without the others."""
+"""Costs of training on several ranks: communication, the times of each rank, and the speed of one rank alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ from flatout.tuning.bench import Bench
 from flatout.tuning.timing import timed_block
 
 PAIRS = 3
-"""Number of pairs of a block of all ranks and a block of one rank alone."""
+"""Number of pairs of a block of all ranks, and a block without averaged gradients or of one rank alone."""
+
+SHARE = 0.05
+"""Largest share of the budget for each measurement of a cost."""
 
 UPDATES = 4 * PAIRS
 """Fewest updates of the measurement: each block follows an untimed update."""
+
+
+def exposed_ms(bench: Bench) -> float | None:
+    """Return the milliseconds that averaging gradients adds to a step: its time with averaging, minus its time without.
+
+    None if the gradients are not averaged during the backward, or if the budget is too small to measure this. The
+    result is kept until a decision changes the steps.
+    """
+    stepper = bench.job.stepper
+    if stepper.sync is None or not stepper.averages_in_backward:
+        return None
+    if bench.exposed_ms is None and 2 * PAIRS * bench.block_seconds <= SHARE * bench.budget.seconds:
+        block = bench.blocks()
+        averaged, plain = [], []
+        bench.rewind()
+        for i in range(PAIRS):
+            averaged.append(block(i).time("wall"))
+            with stepper.sync.alone():
+                plain.append(block(i).time("wall"))
+        bench.rewind()
+        bench.exposed_ms = max(0.0, 1e3 * (median(averaged) - median(plain)))
+    return bench.exposed_ms
 
 
 def rank_costs(bench: Bench) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from flatout.tuning.forced import warm_up_forced
 from flatout.tuning.ledger import Decision
 from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.lockstep import applies_on_all, same_candidates
+from flatout.tuning.rank_costs import exposed_ms
 from flatout.tuning.size_trials import SizeTrials, parts_that_fit
 from flatout.tuning.trial import KEEP_ABOVE
 from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial
@@ -189,7 +190,7 @@ class Tuner:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
         if isinstance(technique, ReducerTechnique):
-            pace = replace(pace, exposed_ms=bench.exposed_ms)
+            pace = replace(pace, exposed_ms=exposed_ms(bench))
         saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
