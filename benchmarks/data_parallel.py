@@ -4,7 +4,7 @@
 
 Two ranks of one process group, on two GPUs with NCCL, or on the CPU with gloo and a thread each. Every rank holds all
 trainings: the same weights, the same batches, which lie on the device already, and torch's fused AdamW. The peers have
-``gradient_as_bucket_view=True`` and ``static_graph=True``. Blocks of steps take turns, in an order that all ranks draw
+``gradient_as_bucket_view=True`` and ``static_graph=True``, and on a CPU ``bucket_cap_mb=25``. Blocks of steps take turns, in an order that all ranks draw
 from the same seed. A block takes the time of its slowest rank. A ratio is a geometric mean over rounds, with its 95 %
 interval. The losses of all trainings are compared after the first steps and after the last.
 

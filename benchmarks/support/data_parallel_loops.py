@@ -24,8 +24,15 @@ Step = Callable[[Batch], Tensor]
 FLAGS = {"gradient_as_bucket_view": True, "static_graph": True}
 """Fastest flags of DDP for a model whose every parameter gets a gradient in every step."""
 
+CPU_FLAGS = {"bucket_cap_mb": 25}
+"""Fastest flags besides on a CPU: one large bucket. The default has a first bucket of 1 MiB."""
+
 LONG = 100_000
 """Steps that a training worth optimizing takes."""
+
+
+def flags_of(device: torch.device) -> dict[str, Any]:
+    return {**FLAGS, **(CPU_FLAGS if device.type == "cpu" else {})}
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +42,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def ddp(model: nn.Module, loader: Sequence[Batch]) -> Step:
     """Plain torch."""
     device = loader[0][0].device
-    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **FLAGS)
+    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **flags_of(device))
     optimizer = optimizer_of(model)
 
     def step(batch: Batch) -> Tensor:
@@ -55,7 +62,7 @@ def accelerated(model: nn.Module, loader: Sequence[Batch]) -> Step:
     engine = Accelerator(
         cpu=loader[0][0].device.type == "cpu",
         mixed_precision="no",
-        kwargs_handlers=[DistributedDataParallelKwargs(**FLAGS)],
+        kwargs_handlers=[DistributedDataParallelKwargs(**flags_of(loader[0][0].device))],
     )
     return _by_engine(engine, *engine.prepare(model, optimizer_of(model)))
 
@@ -68,7 +75,7 @@ def fabric(model: nn.Module, loader: Sequence[Batch]) -> Step:
     engine = Fabric(
         accelerator=loader[0][0].device.type,
         devices=dist.get_world_size(),
-        strategy=DDPStrategy(**FLAGS),
+        strategy=DDPStrategy(**flags_of(loader[0][0].device)),
         precision="32-true",
     )
     engine.launch()

@@ -49,7 +49,7 @@ CHANGES: dict[str, Any] = {
     "bucket_bytes": SMALL,
     "gradient_as_bucket_view": True,
     "static_graph": True,
-    "compression": torch.bfloat16,
+    "is_compressed": True,
 }
 
 CASES = [
@@ -73,7 +73,7 @@ def plain_ddp(model: nn.Module, options: ReducerOptions, *, unused: bool) -> Dis
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
     )
-    if options.compression is not None:
+    if options.is_compressed:
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
 
@@ -143,7 +143,7 @@ def gradients_of_two_dtypes_equal_those_of_ddp(options: ReducerOptions) -> None:
 def compression_rounds_to_its_dtype() -> None:
     model, reference = net(), net()
     sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
-    sync.options = ReducerOptions(compression=torch.bfloat16)
+    sync.options = ReducerOptions(is_compressed=True)
     (found, _), (expected, _) = (
         steps_of(model, partial(by_sync, sync, model), 1),
         steps_of(reference, partial(by_ddp, plain_ddp(reference, ReducerOptions(), unused=False)), 1),
@@ -154,6 +154,56 @@ def compression_rounds_to_its_dtype() -> None:
         # Each part and each sum is rounded, by at most 2**-9 of the largest partial sum.
         torch.testing.assert_close(grad, mean, rtol=0, atol=dist.get_world_size() * 2**-8 * float(mean.abs().max()))
     assert not all(map(torch.equal, found, expected))
+    sync.remove()
+
+
+class _Sums(torch.autograd.Function):
+    """Collectives of a model, in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(3))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        for _ in range(5):
+            dist.all_reduce(torch.ones(3))
+        return grad
+
+
+class Talking(nn.Module):
+    """Model with collectives of its own around its last layer."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sums.apply(self.net(x))  # type: ignore[no-any-return]
+
+
+def collectives_of_the_model_do_not_count(options: ReducerOptions) -> None:
+    """A rank that fails after them completes its own all-reduces, no more and no less."""
+    model, together = Talking(net()), ranks()
+    sync = GradientSync([model], together, StepClock(torch.device("cpu")))
+    sync.options = options
+
+    def fails(where: str, call: int, samples: int) -> None:
+        if (where, call, dist.get_rank()) == ("backward", 3, 1):
+            raise ValueError("planned")
+
+    model.net.fails = fails
+    x, y = slices()[0]
+    for step in range(1, 5):
+        model.zero_grad()
+        if step == 3:
+            with pytest.raises(RankFailure, match="planned"), together.attempt():
+                by_sync(sync, model, x, y)
+            sync.reset()
+        else:
+            by_sync(sync, model, x, y)
+    assert_equal_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
     sync.remove()
 
 
@@ -175,7 +225,7 @@ def an_exchange_frees_the_old_ddp(options: ReducerOptions) -> None:
 
     gc.disable()
     try:
-        for changed in (ReducerOptions(), options, ReducerOptions(), options):
+        for changed in (sync.options, options, sync.options, options):
             sync.options = changed
             with mock.patch("flatout.distributed.gradient_sync.DistributedDataParallel", make):
                 found = steps_of(model, partial(by_sync, sync, model), 2)
@@ -234,7 +284,7 @@ def strides_that_change_keep_the_options() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
     x, y = torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, 0])
     sync = GradientSync([model], ranks(), StepClock(torch.device("cpu")))
-    sync.options = ReducerOptions(gradient_as_bucket_view=True, compression=torch.bfloat16)
+    sync.options = ReducerOptions(gradient_as_bucket_view=True, is_compressed=True)
     by_sync(sync, model, x, y)
     model.to(memory_format=torch.channels_last)
     assert sync.refresh()
@@ -261,7 +311,7 @@ def training(model: Net, optimizer: torch.optim.Optimizer, options: ReducerOptio
 
 def a_failure_is_recovered(options: ReducerOptions, place: str, rank: int, at: int, unused: str) -> None:
     """Memory ends on one rank in the forward or the backward. The step is repeated in parts."""
-    exact = replace(options, compression=None)
+    exact = replace(options, is_compressed=False)
     reference, model = net(unused=unused), net(unused=unused)
     losses = whole_training(reference, "sgd", epochs=1)
     job, replicas = training(model, optimizer_of(model, "sgd"), exact)
@@ -307,7 +357,7 @@ def an_error_ends_the_step_on_all(options: ReducerOptions, place: str, at: int, 
                 job.stepper.step(batch)
             model.fails = works
         found.append(job.stepper.step(batch).item())
-    if options.compression is None:
+    if not options.is_compressed:
         assert_same_training(model, reference, found, losses)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-2, atol=1e-2)
     assert_equal_on_all_ranks(model.parameters())

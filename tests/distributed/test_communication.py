@@ -23,7 +23,7 @@ def test_hidden_communication_costs_no_trial(pair: RankPool) -> None:
     [
         ("static_graph", "static_graph"),
         ("gradient_buckets", "bucket_bytes"),
-        ("gradient_compression", "compression"),
+        ("gradient_compression", "is_compressed"),
     ],
 )
 def test_exposed_communication_is_reported_and_saved(pair: RankPool, name: str, changed: str) -> None:

@@ -81,6 +81,11 @@ def test_an_error_of_one_ends_the_step_on_four(four: RankPool, options: ReducerO
 
 
 @pytest.mark.parametrize("unused", ["later", "at first"])
-@pytest.mark.parametrize("options", [each for each in CASES if each.static_graph and not each.compression], ids=_name)
+@pytest.mark.parametrize("options", [each for each in CASES if each.static_graph and not each.is_compressed], ids=_name)
 def test_a_graph_that_changes_is_static_no_more(pair: RankPool, options: ReducerOptions, unused: str) -> None:
     pair(checks.a_graph_that_changes_is_static_no_more, options, unused)
+
+
+@pytest.mark.parametrize("options", CASES, ids=_name)
+def test_collectives_of_the_model_do_not_count(pair: RankPool, options: ReducerOptions) -> None:
+    pair(checks.collectives_of_the_model_do_not_count, options)

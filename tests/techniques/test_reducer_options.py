@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from flatout.distributed.agreement import Agreement
+from flatout.distributed.reducer import ReducerOptions
+from flatout.techniques.base import NothingBetter
 from flatout.training.job import Job
 from tests.jobs import job_of
 from tests.techniques.harness import TECHNIQUES, candidates, refusal
@@ -78,6 +81,20 @@ def test_only_float32_is_compressed() -> None:
 @pytest.mark.parametrize(("size", "tried"), [(1, [25]), (24, [25, 5]), (60, [25, 100, 5]), (200, [25, 100, 5])])
 def test_sizes_that_lead_to_the_same_buckets_are_tried_once(size: int, tried: list[int]) -> None:
     assert [candidate.value for candidate in candidates("gradient_buckets", job(Wide(size)))] == tried
+
+
+@pytest.mark.parametrize(("size", "tried"), [(24, [5]), (60, [100, 5])])
+def test_present_buckets_are_not_tried(size: int, tried: list[int]) -> None:
+    present = job(Wide(size))
+    present.stepper.sync = cast(Any, SimpleNamespace(options=ReducerOptions(bucket_bytes=25 << 20)))
+    assert [candidate.value for candidate in candidates("gradient_buckets", present)] == tried
+
+
+def test_one_bucket_cannot_be_better() -> None:
+    small = job(Wide(1))
+    small.stepper.sync = cast(Any, SimpleNamespace(options=ReducerOptions(bucket_bytes=25 << 20)))
+    with pytest.raises(NothingBetter):
+        candidates("gradient_buckets", small)
 
 
 def test_the_order_of_a_sum_of_two_is_no_matter() -> None:

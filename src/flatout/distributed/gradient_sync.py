@@ -13,18 +13,27 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.core.gradients import trained_parameters
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
-from flatout.distributed.reducer import AllReduces, ReducerOptions
+from flatout.distributed.process_group import gradient_group
+from flatout.distributed.reducer import ReducerOptions
 from flatout.distributed.step_clock import StepClock
 
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 << 20
-"""Bytes of gradients that one all-reduce averages after a backward: the default of DDP."""
+"""Bytes of gradients that one all-reduce averages: the default of DDP."""
+
+FIRST_BUCKETS = {"cpu": BUCKET_BYTES}
+"""Bytes of the first bucket of a backward, by type of device; default: 1 MiB, as DDP.
+
+A small first bucket is averaged during the backward. On a CPU this takes the CPU from the backward.
+"""
 
 
 class UnusedParameters(RuntimeError):
@@ -65,14 +74,19 @@ class GradientSync:
     """
 
     def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
-        self.options = ReducerOptions()
+        self.options = ReducerOptions(bucket_bytes=FIRST_BUCKETS.get(clock.device.type))
         self.is_inside = False
         self.clock = clock
         self.finds_unused = False
         self._modules = list(modules)
         self._ranks = ranks
+        self._group = gradient_group()
+        self._backend: Any = self._group._get_backend(clock.device)
         self._ddp: Any = None
         self._made_for: tuple[ReducerOptions, bool] | None = None
+        self._steps = 0  # complete backwards of this DDP
+        self._owes = False  # this rank has begun a step, whose all-reduces the others wait for
+        self._first: int | None = None  # number of the first all-reduce of the backward; None before
         self._make(broadcasts=True)
 
     def _make(self, *, broadcasts: bool = False) -> None:
@@ -81,16 +95,16 @@ class GradientSync:
         options, made_for = self.options, self._wanted
         self._ddp = DistributedDataParallel(
             _Call(self._modules),
+            process_group=self._group,
             init_sync=broadcasts,
             bucket_cap_mb=None if options.bucket_bytes is None else options.bucket_bytes / 2**20,
             find_unused_parameters=self._searches_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
-        elements = sum(p.numel() for p in trained_parameters(self._modules))
-        self._all_reduces = launches = AllReduces(elements, self._ranks.size, options.compression, self.clock)
-        self._ddp.register_comm_hook(None, lambda state, bucket: launches.launch(bucket))
-        self._made_for, self._strides = made_for, self._present_strides
+        if options.is_compressed:
+            self._ddp.register_comm_hook(self._group, bf16_compress_hook)
+        self._made_for, self._strides, self._steps = made_for, self._present_strides, 0
 
     @property
     def _wanted(self) -> tuple[ReducerOptions, bool]:
@@ -117,7 +131,7 @@ class GradientSync:
         step begins with new buckets in this order. A DDP that searches the graph keeps its first buckets.
         """
         needed = 1 if self._searches_graph else 3 if self.options.static_graph else 2
-        return max(0, needed - (self._all_reduces.steps if self._made_for == self._wanted else 0))
+        return max(0, needed - (self._steps if self._made_for == self._wanted else 0))
 
     def refresh(self) -> bool:
         """Make a new DDP if the options or the strides of parameters have changed.
@@ -164,10 +178,25 @@ class GradientSync:
         """Call a function that calls the model. The backward from its result averages the gradients over all ranks."""
         if self.is_inside:
             return call(*args, **kwargs)
-        ddp = self._current()
-        self._all_reduces.begin()
+        ddp, self._first = self._current(), None
+        self._owes = True
         with self.alone():
-            return ddp(call, args, kwargs)
+            result = ddp(call, args, kwargs)
+        self._first = self._launched
+        return result
+
+    def loss(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Run ``run`` with a function that returns the loss. The clock marks the end of this rank's own backward."""
+        loss = self.run(call, *args)
+        if loss.requires_grad:
+            # The callbacks of a backward run after it, in the order in which they were queued: before those of DDP.
+            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self.clock.ready))
+        return loss
+
+    @property
+    def _launched(self) -> int:
+        """Number of collectives that this rank has launched in the group, which nothing but DDP uses in a step."""
+        return self._backend._get_sequence_number_for_group()
 
     def _current(self) -> Any:
         """Return a DDP with the present options."""
@@ -197,7 +226,7 @@ class GradientSync:
         """
         try:
             yield
-            if not self._all_reduces.is_complete:
+            if not self._is_complete:
                 raise UnusedParameters("some parameters got no gradient in this step")
         except Exception as error:
             if ran_out_of_memory(error):
@@ -206,6 +235,22 @@ class GradientSync:
             if self.options.static_graph and "training graph has changed" in str(error):
                 raise UnusedParameters("the parameters that get gradients have changed") from error
             raise
+        if self._owes:
+            self._owes = False
+            self._steps += 1
+
+    @property
+    def _is_complete(self) -> bool:
+        """True if all gradients of the step are averaged."""
+        if not self._owes:
+            return True
+        if self._first is None or self._launched == self._first:
+            return False
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
 
     def _complete(self) -> None:
         """Take part in the remaining all-reduces with zeros, after a failure on this rank. The others wait for them.
@@ -213,29 +258,30 @@ class GradientSync:
         Raises:
             OutOfStep: there is no memory for zeros.
         """
-        all_reduces = self._all_reduces
-        if not all_reduces.is_complete:
-            # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
-            if self.options.static_graph and all_reduces.steps == 0 and not all_reduces.started:
-                self._ddp._match_unused_params_allreduce()
-            try:
-                zeros = self._ddp.reducer._get_zeros_like_grad_buckets()
-            except RuntimeError as error:
-                raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
-            for bucket in zeros[len(all_reduces.started) :]:
-                all_reduces.launch(bucket)
-            if self._searches_graph:
-                self._ddp._match_unused_params_allreduce()
-        for mean in all_reduces.started:  # NCCL still writes to buckets that the next backward fills
+        if self._is_complete:
+            return
+        reducer, launched = self._ddp.reducer, 0 if self._first is None else self._launched - self._first
+        # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
+        is_delayed = self.options.static_graph and self._steps == 0
+        if is_delayed and not launched:
+            self._ddp._match_unused_params_allreduce()
+        try:
+            zeros = reducer._get_zeros_like_grad_buckets()
+        except RuntimeError as error:
+            raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
+        means = [reducer._run_comm_hook(bucket) for bucket in zeros[max(0, launched - is_delayed) :]]
+        if self._searches_graph and launched <= len(zeros):
+            self._ddp._match_unused_params_allreduce()
+        for mean in means:
             mean.wait()
 
     def reset(self) -> None:
-        """Forget a backward that failed on some rank. All ranks must call this, before their next ``run``."""
-        self._all_reduces.forget()
-        if self._ddp is not None:
-            self._ddp._update_process_group(self._ddp.process_group)
-        if self.options.static_graph:
-            self._made_for = None  # the first step of a new DDP shows again what is static
+        """Forget a step that failed on some rank. All ranks must call this, before their next ``run``.
+
+        The next step has a new DDP, since its all-reduces may still write to the buckets of this one.
+        """
+        self._owes = False
+        self.remove()
 
     def reduce(self) -> None:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
@@ -261,7 +307,7 @@ class GradientSync:
                 for p, *of_ranks in zip(parameters, *self._ranks.every(has_gradient), strict=True):
                     if any(of_ranks) and p.grad is None:
                         p.grad = torch.zeros_like(p)
-        started = [dist.all_reduce(flat, async_op=True) for _, flat in flats]
+        started = [dist.all_reduce(flat, group=self._group, async_op=True) for _, flat in flats]
         for (grads, flat), work in zip(flats, started, strict=True):
             work.wait()
             for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -270,9 +316,9 @@ class GradientSync:
 
     def broadcast_buffers(self) -> None:
         """Make the buffers of all ranks those of rank 0, as every call inside ``run`` does first."""
-        buffers, group = list(nn.ModuleList(self._modules).buffers()), dist.group.WORLD
-        if buffers and group is not None:
-            dist._broadcast_coalesced(group, buffers, BUCKET_BYTES, 0)
+        buffers = list(nn.ModuleList(self._modules).buffers())
+        if buffers:
+            dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
 
     def relative(self, weight: Tensor) -> Tensor:
         """Return a weight relative to its mean over all ranks, 0-dim; 1 if all weights are 0."""
@@ -282,7 +328,7 @@ class GradientSync:
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a tensor over all ranks, without a wait of the host for a CUDA device."""
         value = value.clone()
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=self._group)
         return value.div_(self._ranks.size)
 
     def remove(self) -> None:

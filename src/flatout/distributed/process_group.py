@@ -17,8 +17,9 @@ _LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of torchrun, and of other launchers of torch's convention."""
 
 _is_joined = False
-_control: Any = None
-"""The default group, and the control group beside it."""
+_default: Any = None
+_beside: dict[str, Any] = {}
+"""Groups of all ranks beside the default group ``_default``, by their use."""
 
 
 def group_size() -> int:
@@ -106,9 +107,25 @@ def control_group() -> dist.ProcessGroup:
     Even if the default group is on gloo, the agreement has its own group, because a collective of a failed rank would
     be paired with any other of the same size.
     """
-    global _control
-    default = dist.group.WORLD
-    if _control is None or _control[0] is not default:
-        _control = default, dist.new_group(backend="gloo", timeout=TIMEOUT)
-        failures.watch(default)
-    return _control[1]
+    return _group_beside("control", "gloo")
+
+
+def gradient_group() -> dist.ProcessGroup:
+    """Return a group of all ranks for gradients. All ranks must call this together.
+
+    A rank that fails counts the collectives of this group, to know which ones the others still wait for. So the
+    collectives of the model and of the script must have another group.
+    """
+    return _group_beside("gradients", None)
+
+
+def _group_beside(use: str, backend: str | None) -> dist.ProcessGroup:
+    """Return the group for a use. Without a backend, it has those of the default group."""
+    global _default
+    if _default is not dist.group.WORLD:
+        _default = dist.group.WORLD
+        _beside.clear()
+        failures.watch(_default)
+    if use not in _beside:
+        _beside[use] = dist.new_group(backend=backend, timeout=TIMEOUT)
+    return _beside[use]

@@ -26,10 +26,13 @@ class StepClock:
 
     Args:
         device: the device of this rank.
+
+    Attributes:
+        device: the argument.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._loading = 0.0
         self._begun: Any = None
         self._ready: Any = None
@@ -83,10 +86,10 @@ class StepClock:
         return [float(steps), loading, computing, waiting]
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
 

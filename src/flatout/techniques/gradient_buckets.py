@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flatout.techniques.base import NothingBetter
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 SIZES = (25, 100, 5)
-"""Sizes of a bucket to try, in MiB. DDP's default is 25, with 1 for the first bucket."""
+"""Sizes of a bucket to try, in MiB. The default is 25, and on a GPU 1 for the first bucket of a backward."""
 
 
 class GradientBuckets(ReducerTechnique):
@@ -32,9 +33,18 @@ class GradientBuckets(ReducerTechnique):
     values = "True, a size in MiB >= 1"
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the sizes that lead to different buckets."""
+        """Return the sizes that lead to other buckets.
+
+        Raises:
+            NothingBetter: all sizes lead to the present buckets.
+        """
         total = sum(p.nbytes for p in job.spec.trained)
         by_bytes = {min(size << 20, total): size for size in reversed(SIZES)}
+        present = None if job.stepper.sync is None else job.stepper.sync.options.bucket_bytes
+        if present is not None:
+            by_bytes.pop(min(present, total), None)
+        if not by_bytes:
+            raise NothingBetter("all gradients are in one bucket already")
         return [_candidate(job, size) for size in SIZES if size in by_bytes.values()]
 
     def accepts(self, value: Any) -> bool:
@@ -42,8 +52,8 @@ class GradientBuckets(ReducerTechnique):
         return value is True or (type(value) is int and value >= 1)
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a size; True is the first candidate."""
-        return self.candidates(job)[0] if value is True else _candidate(job, value)
+        """Return the candidate for a size; True is 25 MiB."""
+        return _candidate(job, SIZES[0] if value is True else value)
 
 
 def _candidate(job: Job, size: int) -> Candidate:

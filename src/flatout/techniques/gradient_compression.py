@@ -45,7 +45,7 @@ class GradientCompression(ReducerTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the one candidate."""
-        return [ReducerCandidate(job, "bf16", "bf16", compression=torch.bfloat16)]
+        return [ReducerCandidate(job, "bf16", "bf16", is_compressed=True)]
 
     def accepts(self, value: Any) -> bool:
         """Accept True or ``"bf16"``."""

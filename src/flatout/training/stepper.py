@@ -225,7 +225,7 @@ class Stepper:
             sync.refresh()
         try:
             with self.together() as batch, sync.averaged():
-                batch.loss = self.add_gradients(part, phase, partial(sync.run, self.objective))
+                batch.loss = self.add_gradients(part, phase, partial(sync.loss, self.objective))
         except Exception:
             sync.reset()
             raise
