@@ -4,9 +4,10 @@
 
 Two ranks of one process group, on two GPUs with NCCL, or on the CPU with gloo and a thread each. Every rank holds all
 trainings: the same weights, the same batches, which lie on the device already, and torch's fused AdamW. The peers have
-``gradient_as_bucket_view=True`` and ``static_graph=True``, and on a CPU ``bucket_cap_mb=25``. Blocks of steps take turns, in an order that all ranks draw
-from the same seed. A block takes the time of its slowest rank. A ratio is a geometric mean over rounds, with its 95 %
-interval. The losses of all trainings are compared after the first steps and after the last.
+``gradient_as_bucket_view=True`` and ``static_graph=True``, and on a CPU ``bucket_cap_mb=25``. Blocks of steps take
+turns, in an order that all ranks draw from the same seed. A block takes the time of its slowest rank. A ratio is a
+geometric mean over rounds, with its 95 % interval. The losses of all trainings are compared after the first steps and
+after the last.
 
 "flatout" is ``run.step`` with all measured techniques off: what differs is the way that gradients are averaged, that
 ranks agree in every step on whether one has run out of memory, and that the loss is the mean of all ranks. "flatout
@@ -32,8 +33,8 @@ from support.turns import fastest
 
 RANKS = 2
 SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
-ROUNDS = max(3, 30 // SHRINK)
-SECONDS = 1.0 / SHRINK
+ROUNDS = max(3, 60 // SHRINK)
+SECONDS = 0.5 / SHRINK
 """Length of a block."""
 
 BUDGET = 30.0 / SHRINK

@@ -72,7 +72,7 @@ def _needs_gpu(item: pytest.Item) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("random jobs of tests/differential, and random runs of tests/tuning/test_lockstep.py")
+    group = parser.getgroup("random jobs of tests/differential, and random runs of tests/tuning and tests/distributed")
     group.addoption("--jobs", type=int, metavar="N", help="run N random ones instead of the usual ones")
     group.addoption("--seed", type=int, default=0, help="of the first of them; the others' follow it")
 

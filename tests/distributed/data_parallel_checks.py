@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import random
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -309,6 +310,19 @@ def out_of_memory_in_the_update_is_recovered(kind: str, rank: int, at: int) -> N
     run.undo()
 
 
+def out_of_memory_at_a_random_place_is_recovered(seed: int) -> None:
+    draw = random.Random(seed)
+    place, rank, at = (
+        draw.choice(("forward", "backward", "update")),
+        draw.randrange(2),
+        draw.randint(1, 2 * SAMPLES // BATCH),
+    )
+    if place == "update":
+        out_of_memory_in_the_update_is_recovered(draw.choice(("sgd", "adamw", "flatout")), rank, at)
+    else:
+        out_of_memory_is_recovered(place, rank, at, draw.choice(("", "always")), draw.choice((1, 2, 3)))
+
+
 def out_of_memory_before_the_average_is_recovered(rank: int, at: int) -> None:
     """Fail in the copy of accumulated gradients, which their all-reduce needs."""
     reference, model = net(), net()
@@ -351,8 +365,11 @@ def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
     run.undo()
 
 
-def channels_last_is_kept() -> None:
-    """Train with weights whose strides change after DDP has seen them."""
+def channels_last_is_kept(**techniques: Any) -> None:
+    """Train with weights whose strides change after DDP has seen them.
+
+    Each forced technique turns channels_last off and on again, while gradients are views of the present buckets.
+    """
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Unflatten(1, (1, 2, 5)), nn.Conv2d(1, 8, 2), nn.Tanh(), nn.Conv2d(8, 4, (1, 2)), nn.Flatten(),
@@ -360,7 +377,7 @@ def channels_last_is_kept() -> None:
     )  # fmt: skip
     reference = copy.deepcopy(model)
     expected = whole_training(reference, "adamw", epochs=2)
-    run = optimized(model, optimizer_of(model, "adamw"), techniques={"channels_last": True})
+    run = optimized(model, optimizer_of(model, "adamw"), techniques={"channels_last": True, **techniques})
     strides = [p.stride() for p in model.parameters()]
     assert strides != [p.stride() for p in reference.parameters()]
     assert run._job.stepper.sync is not None

@@ -11,6 +11,9 @@ import flatout
 from flatout.tuning.ranks import parallel_of
 from tests.distributed import data_parallel_checks as checks
 
+RUNS = 10
+"""Random runs without ``--jobs``."""
+
 
 def test_ddp_requires_several_ranks_and_a_training():
     with pytest.raises(ValueError, match="one process per device"):
@@ -43,8 +46,9 @@ def test_own_loop_equals_ddp(pool, accumulate):
     pool(checks.own_loop_equals_ddp, accumulate)
 
 
-def test_channels_last_is_kept(pair):
-    pair(checks.channels_last_is_kept)
+@pytest.mark.parametrize("techniques", [{}, {"fused_optimizer": True}, {"gradient_buckets": True}], ids=str)
+def test_channels_last_is_kept(pair, techniques):
+    pair(checks.channels_last_is_kept, **techniques)
 
 
 @pytest.mark.parametrize("unused", ["always", "later", "on rank 1"])
@@ -66,6 +70,12 @@ def test_gradients_without_an_update_add_up(pool):
 def test_out_of_memory_is_recovered(pair, unused, accumulate):
     for place, rank, at in itertools.product(("forward", "backward"), (0, 1), (1, 2, 6)):
         pair(checks.out_of_memory_is_recovered, place, rank, at, unused, accumulate)
+
+
+def test_out_of_memory_at_random_places_is_recovered(pair, request):
+    first, runs = request.config.getoption("--seed"), request.config.getoption("--jobs") or RUNS
+    for seed in range(first, first + runs):
+        pair(checks.out_of_memory_at_a_random_place_is_recovered, seed)
 
 
 def test_out_of_memory_on_one_of_four(pool):

@@ -49,8 +49,10 @@ class ChannelsLastCandidate(Candidate):
 
     def _follow(self, weight: nn.Parameter, memory_format: torch.memory_format) -> None:
         """Give gradient and moments the strides of their parameter, because fused updates read them as flat memory."""
+        if weight.grad is not None:  # DDP's object is a view of its bucket, and must stay one
+            weight.grad = weight.grad.to(memory_format=memory_format)
         state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
-        for tensor in (weight.grad, *state.values()):
+        for tensor in state.values():
             if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
                 tensor.data = tensor.data.to(memory_format=memory_format)
 
