@@ -57,7 +57,7 @@ def communication(machine: Machine, seconds: Callable[[ReducerOptions], float]) 
 
 
 def tuned(model: Net, seconds: Callable[[ReducerOptions], float], names: tuple[str, ...] = NAMES) -> flatout.Run:
-    """Tune with simulated times, and the default options of NCCL. All ranks must decide alike."""
+    """Tune with simulated times. The first options of the reducer are those of a GPU. All ranks must decide alike."""
     together = ranks()
     machine = Machine(together.rank, 0, 0.0)
 
@@ -67,7 +67,7 @@ def tuned(model: Net, seconds: Callable[[ReducerOptions], float], names: tuple[s
 
     signal.alarm(SECONDS)
     with (
-        mock.patch.dict("flatout.distributed.gradient_sync.FIRST_BUCKETS", clear=True),
+        mock.patch.dict("flatout.distributed.gradient_sync.EQUAL_BUCKETS", clear=True),
         running_on(machine, together.rank),
         communication(machine, seconds),
     ):

@@ -312,11 +312,8 @@ def out_of_memory_in_the_update_is_recovered(kind: str, rank: int, at: int) -> N
 
 def out_of_memory_at_a_random_place_is_recovered(seed: int) -> None:
     draw = random.Random(seed)
-    place, rank, at = (
-        draw.choice(("forward", "backward", "update")),
-        draw.randrange(2),
-        draw.randint(1, 2 * SAMPLES // BATCH),
-    )
+    place = draw.choice(("forward", "backward", "update"))
+    rank, at = draw.randrange(2), draw.randint(1, 2 * SAMPLES // BATCH)
     if place == "update":
         out_of_memory_in_the_update_is_recovered(draw.choice(("sgd", "adamw", "flatout")), rank, at)
     else:
@@ -366,9 +363,9 @@ def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
 
 
 def channels_last_is_kept(**techniques: Any) -> None:
-    """Train with weights whose strides change after DDP has seen them.
+    """Train after the strides of weights have changed, for which there was a DDP already.
 
-    Each forced technique turns channels_last off and on again, while gradients are views of the present buckets.
+    The trial of each further technique turns channels_last off and on. Then the gradients are views of DDP's buckets.
     """
     torch.manual_seed(2)
     model = nn.Sequential(

@@ -158,7 +158,7 @@ def compression_rounds_to_its_dtype() -> None:
 
 
 class _Sums(torch.autograd.Function):
-    """Collectives of a model, in forward and backward."""
+    """Layer that makes all-reduces in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ class _Sums(torch.autograd.Function):
         return grad
 
 
-class Talking(nn.Module):
-    """Model with collectives of its own around its last layer."""
+class Summing(nn.Module):
+    """Model whose last layer makes all-reduces."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class Talking(nn.Module):
 
 
 def collectives_of_the_model_do_not_count(options: ReducerOptions) -> None:
-    """A rank that fails after them completes its own all-reduces, no more and no less."""
-    model, together = Talking(net()), ranks()
+    """A rank fails after the all-reduces of the model. It still completes all those of the gradients."""
+    model, together = Summing(net()), ranks()
     sync = GradientSync([model], together, StepClock(torch.device("cpu")))
     sync.options = options
 

@@ -29,10 +29,10 @@ T = TypeVar("T")
 BUCKET_BYTES = 25 << 20
 """Bytes of gradients that one all-reduce averages: the default of DDP."""
 
-FIRST_BUCKETS = {"cpu": BUCKET_BYTES}
-"""Bytes of the first bucket of a backward, by type of device; default: 1 MiB, as DDP.
+EQUAL_BUCKETS = {"cpu": BUCKET_BYTES}
+"""Bytes of every bucket, by type of device. On other devices the first bucket of a backward has 1 MiB, as in DDP.
 
-A small first bucket is averaged during the backward. On a CPU this takes the CPU from the backward.
+The all-reduce of a small first bucket begins early in the backward. On a CPU it slows the backward down.
 """
 
 
@@ -41,14 +41,14 @@ class UnusedParameters(RuntimeError):
 
 
 class _Call(nn.Module):
-    """Module for DDP: holds the trained modules, and runs any function that calls them."""
+    """Module for DDP: holds the trained modules, and runs a function that calls them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(modules)
 
-    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call(*args, **kwargs)
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
 
 
 class GradientSync:
@@ -74,7 +74,7 @@ class GradientSync:
     """
 
     def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
-        self.options = ReducerOptions(bucket_bytes=FIRST_BUCKETS.get(clock.device.type))
+        self.options = ReducerOptions(bucket_bytes=EQUAL_BUCKETS.get(clock.device.type))
         self.is_inside = False
         self.clock = clock
         self.finds_unused = False
@@ -84,9 +84,8 @@ class GradientSync:
         self._backend: Any = self._group._get_backend(clock.device)
         self._ddp: Any = None
         self._made_for: tuple[ReducerOptions, bool] | None = None
-        self._steps = 0  # complete backwards of this DDP
-        self._owes = False  # this rank has begun a step, whose all-reduces the others wait for
-        self._first: int | None = None  # number of the first all-reduce of the backward; None before
+        self._steps = 0  # complete steps of this DDP
+        self._first: int | None = None  # number of the step's first all-reduce; None before the forward
         self._make(broadcasts=True)
 
     def _make(self, *, broadcasts: bool = False) -> None:
@@ -178,12 +177,14 @@ class GradientSync:
         """Call a function that calls the model. The backward from its result averages the gradients over all ranks."""
         if self.is_inside:
             return call(*args, **kwargs)
-        ddp, self._first = self._current(), None
-        self._owes = True
+        ddp = self._current()
+
+        def begun() -> T:
+            self._first = self._launched  # DDP has broadcast the buffers
+            return call(*args, **kwargs)
+
         with self.alone():
-            result = ddp(call, args, kwargs)
-        self._first = self._launched
-        return result
+            return ddp(begun)
 
     def loss(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
         """Run ``run`` with a function that returns the loss. The clock marks the end of this rank's own backward."""
@@ -224,6 +225,7 @@ class GradientSync:
         Raises:
             UnusedParameters: some parameters got no gradient, or the graph is not static.
         """
+        self._first = None
         try:
             yield
             if not self._is_complete:
@@ -235,16 +237,14 @@ class GradientSync:
             if self.options.static_graph and "training graph has changed" in str(error):
                 raise UnusedParameters("the parameters that get gradients have changed") from error
             raise
-        if self._owes:
-            self._owes = False
-            self._steps += 1
+        self._steps += self._first is not None
 
     @property
     def _is_complete(self) -> bool:
-        """True if all gradients of the step are averaged."""
-        if not self._owes:
+        """True if all gradients of the step are averaged, or if it has not begun."""
+        if self._first is None:
             return True
-        if self._first is None or self._launched == self._first:
+        if self._launched == self._first:
             return False
         try:
             self._ddp._check_reducer_finalized()
@@ -258,18 +258,19 @@ class GradientSync:
         Raises:
             OutOfStep: there is no memory for zeros.
         """
-        if self._is_complete:
+        if self._first is None or self._is_complete:
             return
-        reducer, launched = self._ddp.reducer, 0 if self._first is None else self._launched - self._first
+        reducer, launched = self._ddp.reducer, self._launched - self._first
         # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
-        is_delayed = self.options.static_graph and self._steps == 0
-        if is_delayed and not launched:
-            self._ddp._match_unused_params_allreduce()
+        if self.options.static_graph and self._steps == 0:
+            if launched == 0:
+                self._ddp._match_unused_params_allreduce()
+            launched = max(0, launched - 1)
         try:
             zeros = reducer._get_zeros_like_grad_buckets()
         except RuntimeError as error:
             raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
-        means = [reducer._run_comm_hook(bucket) for bucket in zeros[max(0, launched - is_delayed) :]]
+        means = [reducer._run_comm_hook(bucket) for bucket in zeros[launched:]]
         if self._searches_graph and launched <= len(zeros):
             self._ddp._match_unused_params_allreduce()
         for mean in means:
@@ -280,7 +281,6 @@ class GradientSync:
 
         The next step has a new DDP, since its all-reduces may still write to the buckets of this one.
         """
-        self._owes = False
         self.remove()
 
     def reduce(self) -> None:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 SIZES = (25, 100, 5)
-"""Sizes of a bucket to try, in MiB. The default is 25, and on a GPU 1 for the first bucket of a backward."""
+"""Bucket sizes to try, in MiB."""
 
 
 class GradientBuckets(ReducerTechnique):
-    """Averages the gradients of several ranks in buckets of another size.
+    """Changes how many bytes of gradients one all-reduce averages over the ranks.
 
     When it helps: larger buckets need fewer all-reduces, for networks with a high latency. Smaller ones begin earlier,
     for fast networks. When it hurts: an all-reduce of one large bucket begins after most of the backward.
@@ -33,7 +33,7 @@ class GradientBuckets(ReducerTechnique):
     values = "True, a size in MiB >= 1"
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the sizes that lead to other buckets.
+        """Return a candidate for each size that changes the buckets.
 
         Raises:
             NothingBetter: all sizes lead to the present buckets.
@@ -52,7 +52,7 @@ class GradientBuckets(ReducerTechnique):
         return value is True or (type(value) is int and value >= 1)
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a size; True is 25 MiB."""
+        """Return the candidate for a size in MiB. True means 25."""
         return _candidate(job, SIZES[0] if value is True else value)
 
 

@@ -44,12 +44,6 @@ class Recovery:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._micro = stepper.micro_batches
-        assert stepper.spec.optimizer is not None
-        updated = {id(p) for p in parameters_of(stepper.spec.optimizer)}
-        # Gradients that no update uses grow from step to step.
-        self._others = [
-            p for root in stepper.spec.modules for p in root.parameters() if p.requires_grad and id(p) not in updated
-        ]
         self._told_of_update = False
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
@@ -227,12 +221,14 @@ class Recovery:
         """Record the state before a step, or before a part of a step."""
         adds = in_parts or self._stepper.pending > 0
         # At the start of an update only parameters outside the optimizer have gradients.
-        return StepCheckpoint(self._stepper, self._micro.slots, self._trained() if adds else self._others, adds=adds)
+        return StepCheckpoint(
+            self._stepper, self._micro.slots, self._trained() if adds else self._stepper.not_updated, adds=adds
+        )
 
     def _trained(self) -> list[Tensor]:
         """Return all parameters that get gradients: of the optimizer as it is now, and the others."""
         assert self._stepper.spec.optimizer is not None
-        return [*parameters_of(self._stepper.spec.optimizer), *self._others]
+        return [*parameters_of(self._stepper.spec.optimizer), *self._stepper.not_updated]
 
     def _free_memory(self) -> None:
         """Free all memory that is not in use."""

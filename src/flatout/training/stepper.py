@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.amp import GradScaler
 from flatout.core.batches import batch_size_of
@@ -134,14 +134,15 @@ class Stepper:
     @property
     def keeps_gradients(self) -> bool:
         """True if gradients outlive a batch: with accumulation, and of parameters that the optimizer lacks."""
-        return self.accumulate > 1 or self._has_other_parameters
+        return self.accumulate > 1 or bool(self.not_updated)
 
     @cached_property
-    def _has_other_parameters(self) -> bool:
+    def not_updated(self) -> Sequence[nn.Parameter]:
+        """Trained parameters that the optimizer lacks. Their gradients grow in each step. Empty without one."""
         if self.spec.optimizer is None:
-            return False
+            return ()
         updated = {id(p) for p in parameters_of(self.spec.optimizer)}
-        return any(id(p) not in updated for p in self.spec.trained)
+        return [p for p in self.spec.trained if id(p) not in updated]
 
     @property
     def steps_to_settle(self) -> int:

@@ -1,4 +1,4 @@
-"""Costs of training on several ranks: communication, the times of each rank, and the speed of one rank alone."""
+"""Measurements of a training on several ranks: time to average gradients, times of each rank, speed of one rank."""
 
 from __future__ import annotations
 
