@@ -1,8 +1,8 @@
 # The torch of the interpreter that will import flatout, as the imported target `user_torch`.
 #
-# find_package(Torch) is avoided: with a CUDA torch it demands nvcc even for a CPU build, takes over the choice
-# of architectures, and makes everything depend on libtorch_cuda. `-I` makes the user's packages visible from
-# inside an isolated build; without it (second try) the build environment's own torch is found.
+# find_package(Torch) is not used. With a CUDA torch, it requires nvcc even for a CPU build, chooses the architectures,
+# and makes everything depend on libtorch_cuda. The option `-I` makes the user's packages visible in an isolated build.
+# The second try, without `-I`, finds the torch of the build environment.
 set(probe [=[
 import importlib.util, os, runpy
 spec = importlib.util.find_spec("torch")

@@ -1,4 +1,5 @@
-// python.cpp: the stateful classes, bound with pybind11. Torch-free: tensors cross as pointers or DLPack.
+// python.cpp: bindings of the stateful classes, with pybind11 and without torch. Tensors are passed as
+// pointers or by DLPack.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -17,7 +17,7 @@ HELD = {
     "random.Random": lambda: random.Random(0),
     "of the module": lambda: None,
 }
-"""Constructors of generators that a dataset holds, by name. "of the module" is a global variable instead."""
+"""Constructors of generators that a dataset holds, by name. "of the module" means a global variable."""
 
 
 class Augmented(Dataset):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 CHUNK = 16384
-"""Elements that one block works on."""
+"""Number of elements that one block processes."""
 
 sizes = st.lists(
     st.one_of(
@@ -35,7 +35,7 @@ BAD_PLACES = [0, 1, 7, 8, CHUNK - 1, CHUNK, CHUNK + 12]
 def parameters_with_gradients(
     dtypes: list[torch.dtype], sizes: list[int], device: str = "cpu"
 ) -> list[torch.nn.Parameter]:
-    """Return parameters with random gradients. Their dtypes alternate."""
+    """Return parameters with random gradients of alternating dtypes."""
     generator = torch.Generator().manual_seed(0)
     listed = []
     for i, size in enumerate(sizes):
@@ -46,7 +46,10 @@ def parameters_with_gradients(
 
 
 def norms_in_double(parameters: list[torch.nn.Parameter], order: float) -> torch.Tensor:
-    """Return the norms of gradients in double, computed by torch on the CPU. 0 for none or an empty one."""
+    """Return the norms of gradients in double, computed by torch on the CPU.
+
+    Missing and empty gradients have norm 0.
+    """
     grads = [torch.zeros(1) if p.grad is None or not p.grad.numel() else p.grad.cpu() for p in parameters]
     return torch.stack([torch.linalg.vector_norm(grad.to_dense().double(), order) for grad in grads])
 

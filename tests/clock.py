@@ -1,4 +1,4 @@
-"""Simulated clock, and jobs that advance it: decisions about time repeat exactly, and no test waits."""
+"""Simulated clock, and jobs that advance it. Decisions about time repeat exactly, and no test waits."""
 
 from __future__ import annotations
 

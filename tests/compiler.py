@@ -1,4 +1,4 @@
-"""``torch.compile`` without code generation, for tests that meet compiled code."""
+"""``torch.compile`` without code generation, for tests of compiled code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Compiler:
         graphs: compiled graphs.
         runs: number of runs of compiled graphs. Eager calls add none.
         modes: ``mode`` of each call of ``torch.compile``.
-        error: error to raise instead of compiling; None for none.
-        run_error: error to raise instead of running; None for none.
+        error: error to raise instead of compiling, or None.
+        run_error: error to raise instead of running, or None.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared by all tests: restored process state, quick start of processes, and GPU tests that skip with a reason."""
+"""Fixtures of all tests: restored process state, fast process starts, and reasons for skipped GPU tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAIL_WITHOUT_GPU = os.environ.get("FLATOUT_FAIL_WITHOUT_GPU") == "1"
 settings.register_profile("flatout", deadline=None)
 settings.load_profile("flatout")
 
-# All tests share one forkserver. It preloads the modules that its processes import.
+# All tests share one forkserver, which preloads the modules of its processes.
 multiprocessing.set_forkserver_preload(
     ["flatout.data", "tests.samples", "tests.optim.dtensor_checks", "tests.training.checkpoint.training"]
 )
@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use a cache folder without plans, because peaks measured beside other tests are wrong for users."""
+    """Use a cache folder without plans, because peaks measured during other tests are wrong for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FLATOUT_BUDGET", raising=False)
         patch.setenv("FLATOUT_CACHE", str(_without_plans(tmp_path_factory.mktemp("cache"))))

@@ -1,4 +1,4 @@
-"""Frameworks that tests need and an installation may lack."""
+"""Optional frameworks that tests need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of several tests: bit-exact pictures of training state, files, threads and forks."""
+"""Helpers of several tests: bit-exact records of training state, files, threads and forks."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ from tests.process_state import attention
 
 
 def run_script(script, *arguments, timeout=300, **variables):
-    """Run Python code in a new process with these environment variables, and return the process, which succeeded."""
+    """Run Python code in a new process with these environment variables. Return the process, which must succeed."""
     ended = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=Path(__file__).parents[1],
@@ -34,7 +34,7 @@ def run_script(script, *arguments, timeout=300, **variables):
 
 
 def special_file(folder, kind):
-    """The path of a "folder", "fifo", "socket" or "device" in that folder."""
+    """Return the path of a new "folder", "fifo", "socket" or "device" in a folder."""
     path = folder / "special"
     if kind == "folder":
         path.mkdir()
@@ -61,9 +61,9 @@ def room_for_files(size):
 
 
 def bits(tensor):
-    """The raw bytes of a tensor, so that NaNs and signed zeros compare."""
+    """Return the raw bytes of a tensor, so that NaNs and signed zeros compare."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    copied = dense.cpu().flatten().clone()  # memory that NumPy has seen can no longer be resized
+    copied = dense.cpu().flatten().clone()  # memory shared with NumPy can no longer be resized
     return copied.view(torch.uint8).numpy().tobytes()
 
 
@@ -75,12 +75,12 @@ WHAT_TECHNIQUES_CHANGE = ("class", "compiled", "optimizer class", "threads")
 
 
 def trained_state(model, optimizer=None):
-    """The part of ``snapshot`` that stays as it is while techniques are on."""
+    """Return the part of ``snapshot`` that active techniques do not change."""
     return {k: v for k, v in snapshot(model, optimizer).items() if k not in WHAT_TECHNIQUES_CHANGE}
 
 
 def snapshot(model, optimizer=None):
-    """Everything that ``Snapshot`` promises to restore, as comparable plain data."""
+    """Return everything that ``Snapshot`` promises to restore, as comparable plain data."""
     seen = {
         "parameters": {n: _picture(p) for n, p in model.named_parameters(remove_duplicate=False)},
         "grads": {n: None if p.grad is None else _picture(p.grad) for n, p in model.named_parameters()},

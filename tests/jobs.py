@@ -1,4 +1,4 @@
-"""Small jobs that the tests of optimize share: models, data, loops."""
+"""Small jobs for tests of optimize: models, data, loops."""
 
 import torch
 from torch import nn
@@ -11,26 +11,26 @@ from flatout.training.job import Job, JobData
 from flatout.training.spec import Spec
 
 NO_TECHNIQUES = {technique.name: False for technique in REGISTRY if isinstance(technique, Measured)}
-"""All that optimize could choose, forbidden."""
+"""Value of ``techniques`` that forbids everything that optimize can choose."""
 
 
 def only(*names):
-    """Return ``techniques`` that forbid all that optimize could choose except these."""
+    """Return ``techniques`` that forbid all techniques except these."""
     return {name: False for name in NO_TECHNIQUES if name not in names}
 
 
 QUICK = {"compile": False, "precision": False, "workers": False}
-"""Without what takes seconds; compile and precision have tests of their own."""
+"""Value of ``techniques`` that forbids slow trials. compile and precision have their own tests."""
 
 FORCED = {"compile": False, "workers": False, "precision": "bf16", "fused_optimizer": True, "in_memory": True}
-"""Everything quick turned on and nothing measured."""
+"""Value of ``techniques`` that forces all fast techniques, so that nothing is measured."""
 
 FORCED_IN_OWN_LOOP = {name: value for name, value in FORCED.items() if name != "fused_optimizer"}
-"""The same for a loop that has the optimizer to itself."""
+"""Value of ``techniques`` that forces all fast techniques in a user's own loop."""
 
 
 class Net(nn.Module):
-    """BatchNorm and Dropout: a trial that leaves a trace leaves it here."""
+    """Model with BatchNorm and Dropout, whose state shows side effects of trials."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def make_data(n=96):
 
 
 class SlowSamples(Dataset):
-    """A deterministic map-style dataset with Python per sample."""
+    """Deterministic map-style dataset with Python code for each sample."""
 
     def __len__(self):
         return 64
@@ -88,8 +88,8 @@ def job_of(
 
 
 def tried(model, loader, *given, **settings):
-    """Return a run after trial steps that were taken and reverted. Nothing is measured."""
-    techniques = NO_TECHNIQUES | {"cpu_threads": torch.get_num_threads()}  # the number that is set already
+    """Return a run whose trial steps were taken and reverted. The run measures nothing."""
+    techniques = NO_TECHNIQUES | {"cpu_threads": torch.get_num_threads()}  # the current number of threads
     return flatout.optimize(model, loader, *given, techniques=techniques, budget=0, **settings)
 
 
@@ -99,7 +99,7 @@ def loss_of(model, batch):
 
 
 def train(model, loader, opt, epochs=1, compute_loss=loss_of):
-    """Train in a plain PyTorch loop; return the losses."""
+    """Train in a plain PyTorch loop, and return the losses."""
     losses = []
     for _ in range(epochs):
         for batch in loader:

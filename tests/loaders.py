@@ -157,7 +157,7 @@ class OwnSampler(DataLoader):
 
 
 class FromElsewhere(DataLoader):
-    """DataLoader whose batches come from elsewhere."""
+    """DataLoader whose batches come from another source."""
 
     def __iter__(self):
         yield from SOMEWHERE
@@ -167,7 +167,7 @@ SOMEWHERE = iter([torch.zeros(4)])
 
 
 class Begun:
-    """Wrapper that holds an iterator."""
+    """Wrapper that holds a started iterator."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -216,4 +216,4 @@ WITHOUT_BASE = {
     "two": (lambda samples: TwoLoaders(DataLoader(samples)), "TwoLoaders"),
     "list": (lambda samples: [samples], "list"),
 }
-"""Loaders that have no base, each with a word of the reason."""
+"""Loaders without a base, each with a word of the reason."""

@@ -1,4 +1,4 @@
-"""What a test may change of its process: random states, and settings of torch and malloc. Read and put back."""
+"""Process state that a test may change: random states, and settings of torch and malloc."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PARENTS: dict[str, Any] = {"cuda": torch.backends.cudnn, "mkldnn": torch.backend
 def matmul_precision() -> tuple[str | None, dict[str, str]]:
     """Return torch's older setting and the newer one of each backend.
 
-    Torch refuses to tell the older setting where the newer ones disagree. Reading a newer one does not tell whether it
-    was set by itself or is that of the backend, "none" stands for the latter.
+    torch does not return the older setting if the newer ones differ. "none" means a newer setting that equals the
+    setting of its backend.
     """
     try:
         older = torch.get_float32_matmul_precision()
@@ -88,7 +88,7 @@ def set_cuda_random(states: list[torch.Tensor]) -> None:
 
 
 def malloc() -> bool:
-    """Return whether freed memory is kept. malloc does not tell it, so flatout is asked, which alone sets it here."""
+    """Return True if malloc keeps freed memory, as far as flatout has set it. malloc itself does not report this."""
     module = sys.modules.get("flatout.techniques.malloc")
     return module is not None and module.keeps()
 
@@ -112,12 +112,12 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "attention": (attention, set_attention),
     "malloc": (malloc, set_malloc),
 }
-"""What is put back: how it is read, and how it is written."""
+"""Functions that read and write each state, by the name of the state."""
 
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """Put everything back at the end, as it was at the beginning."""
+    """Restore all states at the end of the block."""
     before = {name: read() for name, (read, _) in STATES.items()}
     try:
         yield

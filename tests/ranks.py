@@ -1,4 +1,4 @@
-"""Processes of one process group, started once, that run one check after another."""
+"""Processes of one process group, started once, that run many checks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _serve(rank: int, world: int, backend: str, store: str, jobs: multiprocessin
 
 
 class RankPool:
-    """``pool(check, ...)`` calls a function of a module on all ranks; what fails on one of them fails here.
+    """Pool of ranks. ``pool(check, ...)`` calls a function of a module on all ranks, and raises the error of a rank.
 
     Args:
-        world: how many ranks.
-        folder: an empty one.
+        world: number of ranks.
+        folder: empty folder.
         backend: of the process group. With "nccl" each rank has a GPU.
-        method: start of the processes. A forked process cannot use CUDA, because its server may have asked for devices.
+        method: start of the processes. A forked process cannot use CUDA, because its server may have queried devices.
     """
 
     def __init__(self, world: int, folder: Path, backend: str = "gloo", method: str = "forkserver") -> None:
@@ -91,7 +91,7 @@ class RankPool:
                 except EOFError:
                     failure = "a rank died"
                 if failure:
-                    self._kill()  # the others may wait for it for ever; the next check gets new ones
+                    self._kill()  # other ranks may wait forever, so the next check gets new ranks
                     pytest.fail(failure, pytrace=False)
 
     def _kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Codes of the product's sentences. Only this file and the renderings know their wording."""
+"""Codes of the sentences that flatout shows. Only this file and the renderings contain their wording."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATTERNS: dict[str, str] = {
     "batch-not-splittable": "cannot be taken apart",
     "batch-times-vary": "because batch times vary",
     "batches-on-device": "already: another process could not make them there",
-    "batchnorm-sees-parts": r"BatchNorm (would normalise|normalises) each part",
+    "batchnorm-sees-parts": r"BatchNorm (would normalize|normalizes) each part",
     "begins-state": "state within a step",
     "budget-spent": "budget",
     "cache-ended": "not cached any more",
@@ -121,7 +121,7 @@ PATTERNS: dict[str, str] = {
     "one-kernel": "no other kernel can be trusted",
     "one-process": "this is one process",
     "one-shape": "batches come in one shape",
-    "optimizer-has-hooks": "the optimizer has hooks or a step of its own",
+    "optimizer-has-hooks": "the optimizer has hooks or a patched step",
     "other-allocator": "not torch's allocator",
     "other-sizes-fail": "other sizes fail",
     "out-of-memory": "ran out of memory",
@@ -133,7 +133,7 @@ PATTERNS: dict[str, str] = {
     "random-numbers-per-part": "random numbers .* are drawn for each part",
     "random-samples": "a sample draws|dataset is random",
     "ranks-apart": r"synchronized between \d+ ranks",
-    "ranks-apart-in-size": "each would find a size",
+    "ranks-apart-in-size": "each would find another size",
     "ranks-differ": "ranks have different candidates",
     "required-technique-forbidden": "it requires the",
     "reseeded": r"other (numbers|masks) of the same distribution",
@@ -147,7 +147,7 @@ PATTERNS: dict[str, str] = {
     "saves-memory": "a step takes .* less memory",
     "scales-gradients": "gradients of float16 products are scaled",
     "schedules-momentum": "changes momentum with each step",
-    "script-module": "comes as a ScriptModule",
+    "script-module": "(comes as|is) a ScriptModule",
     "see-workers": "row 2",
     "set-by-user": "set by hand|says already whether|is tuned for this process already",
     "settings-keep-changing": "change again and again",
@@ -163,7 +163,7 @@ PATTERNS: dict[str, str] = {
     "small-or-memory-bound-kernels": "memory-bound or small kernels",
     "sqrt-rule": r"\(sqrt rule\)",
     "start-method-changed": "workers are started by",
-    "superseded-by-compile": r"torch\.compile is to be had here|torch\.compile runs the model already",
+    "superseded-by-compile": r"superseded by torch\.compile|torch\.compile runs the model already",
     "training-too-short": "expected steps do not pay for one comparison",
     "transfer-bound": "copying batches to the device",
     "tried-as-pair": "tried together with",

@@ -1,4 +1,4 @@
-"""Datasets of every make of sample: what can be cached, what is random, and what must be refused."""
+"""Datasets with every kind of sample: cacheable, random, and unsupported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Point(NamedTuple):
 
 
 class Made(Dataset):
-    """Samples made by a function of the index."""
+    """Dataset of samples that a function makes from the index."""
 
     def __init__(self, make, length: int = 23):
         self.make = make
@@ -64,7 +64,7 @@ SAMPLES = {
 
 
 def same(left, right) -> bool:
-    """Types, shapes, strides and bits."""
+    """Compare types, shapes, strides and bits."""
     if type(left) is not type(right):
         return False
     if isinstance(left, (int, float, np.generic)):
@@ -91,7 +91,7 @@ def same(left, right) -> bool:
 
 
 def own_memory(sample):
-    """The sample in memory of its own, as ``clone`` and ``copy`` make it."""
+    """Return the sample in its own memory, as ``clone`` and ``copy`` do."""
     if isinstance(sample, torch.Tensor):
         return sample.clone()
     if isinstance(sample, np.ndarray):
@@ -110,7 +110,7 @@ def from_closure():
 
 
 class Attribute:
-    """A transform with a generator of its own, as torchvision-like transforms have."""
+    """Transform with its own generator, like those of torchvision."""
 
     def __init__(self, own, draw):
         self.transforms = [{"rng": own}]
@@ -124,7 +124,7 @@ def hidden(i, _count=iter(range(10**9))):  # noqa: B008  (state that no generato
     return next(_count)
 
 
-# name: a dataset's function, the reason's code, and what the message names
+# name: function of a dataset, code of the reason, and the part that the message names
 RANDOM = {
     "torch": (lambda: lambda i: torch.rand(2), "random-samples", "torch"),
     "random": (lambda: lambda i: random.random(), "random-samples", "Python's random"),
@@ -178,7 +178,7 @@ def raises(i):
     return i
 
 
-# name: a dataset, the reason's code, and what the message names
+# name: dataset, code of the reason, and the part that the message names
 REFUSED = {
     "ragged": (lambda: Made(lambda i: torch.zeros(i)), "shapes-differ", r"\(\d+,\)"),
     "dtype varies": (
@@ -224,7 +224,7 @@ REFUSED = {
 
 
 class Counted(Dataset):
-    """A sample of every make at once, that other processes can be sent; counts how often it makes each."""
+    """Picklable dataset with every kind of sample, which counts how often it makes each."""
 
     made: torch.Tensor
 

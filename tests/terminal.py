@@ -1,4 +1,4 @@
-"""Terminal of this process: a pseudo-terminal, and what its screen shows."""
+"""Pseudo-terminal of this process, and the contents of its screen."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def screen(text: str) -> list[str]:
 
 
 class Terminal:
-    """Pseudo-terminal that stands for standard output and standard error inside the block.
+    """Pseudo-terminal that replaces standard output and standard error inside the block.
 
     Attributes:
-        streams: the streams that stand for ``sys.stdout`` and ``sys.stderr``.
+        streams: replacements of ``sys.stdout`` and ``sys.stderr``.
         written: everything that was written, after the block.
     """
 

@@ -1,4 +1,4 @@
-"""The checks of ``optimize``'s arguments: loaders that begin again, schedulers, choices that contradict each other."""
+"""Checks of ``optimize``'s arguments: loaders that can restart, schedulers, and contradictory choices."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def batches(count: int = 6) -> list[Any]:
 
 
 def tuned(loader: Any = None, **how: Any) -> flatout.Run:
-    """A run of a small job, with nothing measured."""
+    """Return a run of a small job without measurements."""
     model = how.pop("model", None) or Net()
     optimizer = how.pop("optimizer", None) or torch.optim.SGD(model.parameters(), 0.1)
     how = {"loss_fn": functional.cross_entropy, "techniques": QUICK, "budget": 0} | how
     return flatout.optimize(model, batches() if loader is None else loader, optimizer, **how)
 
 
-# -- loaders that cannot begin again ---------------------------------------------------------------------------
+# -- loaders that cannot restart -------------------------------------------------------------------------------
 
 ONE_SHOT: dict[str, Callable[[], Any]] = {
     "generator": lambda: (batch for batch in batches()),
@@ -59,7 +59,7 @@ def test_an_iterator_is_refused_at_once_and_keeps_its_batches(make: Callable[[],
 
 
 class StartsOver:
-    """An iterator as NVIDIA DALI's are with ``auto_reset``: ``iter`` returns itself, and an epoch's end rewinds it."""
+    """Iterator that restarts itself, as NVIDIA DALI's do with ``auto_reset``. ``iter`` returns the iterator itself."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -84,7 +84,7 @@ def test_an_iterator_that_starts_over_trains_every_epoch() -> None:
     loader = StartsOver()
     run = tuned(loader)
     assert [len([run.step(batch) for batch in run.loader]) for _ in range(3)] == [6, 6, 6]
-    assert not loader.is_closed  # an epoch's end is not the loader's
+    assert not loader.is_closed  # the end of an epoch does not end the loader
 
 
 def test_an_endless_iterator_is_a_loader() -> None:
@@ -93,7 +93,7 @@ def test_an_endless_iterator_is_a_loader() -> None:
 
 
 class Once:
-    """Hands out one and the same iterator every time."""
+    """Loader that returns the same iterator every time."""
 
     def __init__(self) -> None:
         self._batches = iter(batches())
@@ -143,7 +143,7 @@ def test_the_scheduler_of_another_optimizer_is_refused(make: Callable[[torch.opt
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps another optimizer, as Lookahead, SAM and accelerate's do."""
+    """Optimizer that steps another optimizer, as Lookahead, SAM and accelerate's do."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
@@ -184,7 +184,7 @@ def test_a_scheduler_of_the_users_own_needs_a_step() -> None:
             tuned(scheduler=wrong)
 
 
-# -- techniques that are asked for -----------------------------------------------------------------------------
+# -- forced techniques -----------------------------------------------------------------------------------------
 
 
 class Augmented(SlowSamples):
@@ -226,7 +226,7 @@ CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Untyped(Net):
-    """TorchScript cannot compile it."""
+    """Model that TorchScript cannot compile."""
 
     def forward(self, *args: Any, **how: Any) -> Any:
         return super().forward(*args, **how)
@@ -379,7 +379,7 @@ def test_techniques_are_a_dict() -> None:
         tuned(techniques=["compile"])
 
 
-# -- models and batches that are not there yet -----------------------------------------------------------------
+# -- models and batches without data ---------------------------------------------------------------------------
 
 
 def test_a_batch_without_samples_is_refused() -> None:
@@ -409,7 +409,7 @@ def test_a_batch_without_samples_does_not_count_in_an_evaluation() -> None:
 
 def test_a_lazy_model_is_refused_until_it_has_run_once() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # torch allows it before
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # torch allows this before the first batch
     with pytest.raises(ValueError, match=r"model.*'0\.weight'"):
         tuned(model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"loss_fn.*'weight'"):
@@ -430,6 +430,6 @@ def test_a_model_on_meta_is_refused_until_it_has_memory() -> None:
     with pytest.raises(ValueError, match=r"optimizer.*meta"):
         tuned(model=model, optimizer=early)
     tuned(model=model).fit(1, progress=False)
-    model.body[1] = nn.BatchNorm1d(16, device="meta")  # a part alone
+    model.body[1] = nn.BatchNorm1d(16, device="meta")  # only a part of the model
     with pytest.raises(ValueError, match=r"'body\.1\.weight'.*meta"):
         tuned(model=model)

@@ -1,4 +1,7 @@
-"""Forced and forbidden techniques: each is applied or omitted, or an error says why not, in every kind of training."""
+"""Forced and forbidden techniques.
+
+Each is applied or omitted, or an error gives the reason, in every kind of training.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def bad_jobs():
 
 
 def picture(model, optimizer):
-    """Return all that is known of the two; an optimizer of another model has no state by name."""
+    """Return the state of both. For an optimizer of another model, the state of the optimizer is left out."""
     if not isinstance(model, Net) or not isinstance(optimizer, torch.optim.Optimizer | None):
         return type(model), None
     held = set() if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}

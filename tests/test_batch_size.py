@@ -114,7 +114,7 @@ def test_learning_rates_follow_the_rule_after_the_warm_up(rule, factor):
         for batch in run.loader:
             run.step(batch)
             rates.append([group["lr"] for group in optimizer.param_groups])
-    # 10 epochs of 4 updates are expected: 4 of them warm up.
+    # 10 epochs of 4 updates are expected, and 4 of these updates warm up.
     weights = [1 + (factor - 1) * min(1, u / 4) for u in range(13)]
     assert rates == [[pytest.approx(0.1 * w, rel=1e-12), pytest.approx(0.02 * w, rel=1e-12)] for w in weights]
 
@@ -352,13 +352,13 @@ def test_batches_of_an_accumulated_update_count_in_updates():
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    # 17 batches of 4 are 6 updates of an epoch; 5 of 16 are 2.
+    # 17 batches of 4 give 6 updates per epoch, and 5 batches of 16 give 2.
     run = optimize(loader_of(pairs(66)), model, optimizer, scheduler=scheduler, accumulate=3, batch_size=48)
     for _ in range(2):
         for batch in run.loader:
             run.step(batch)
     assert scheduler.last_epoch == 12
-    # 20 updates are expected: 2 of them warm up.
+    # 20 updates are expected, and 2 of these updates warm up.
     assert optimizer.param_groups[0]["lr"] == pytest.approx(4 * 0.1 * 0.9**12)
 
 
@@ -510,7 +510,7 @@ def test_parts_are_for_memory_where_whole_batches_do_not_fit():
     before = snapshot(model, free.optimizer)
     run = optimize(batches, model, free.optimizer, memory_limit=limit)
     assert snapshot(model, run.optimizer) == before
-    assert 80 <= run.micro_batch <= 128  # half of a step's memory, less what does not depend on samples
+    assert 80 <= run.micro_batch <= 128  # half of a step's memory, minus memory independent of samples
     assert "batch-exceeds-memory" in reasons(row_of(run))
     assert step_memory(lambda: run.step(batches[0]), torch.device("cpu")) + resident_bytes(run) <= limit
     before = snapshot(model, free.optimizer)
@@ -542,7 +542,7 @@ def test_parts_that_are_faster_are_found(steps_take):
     run = optimize(list(loader_of(pairs(256), batch_size=64)), loss_fn=loss_fn, budget=10**4, expected_steps=10**6)
     row = row_of(run)
     assert row.status == "kept"
-    assert run.micro_batch == 8  # a sample of 8 costs what one of 16 does
+    assert run.micro_batch == 8  # a sample costs the same in parts of 8 and of 16
     assert row.gain.ratio == pytest.approx(0.5 / 0.1, rel=1e-2)
     run.undo()
     assert run.micro_batch is None

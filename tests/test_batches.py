@@ -1,4 +1,4 @@
-"""A loss may take its batch apart and write to it: trials, repeated steps and the user see the batch as it came."""
+"""Losses that take their batch apart or write to it: trials, repeated steps and the user get the original batch."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Pair:
 
 
 class Data:
-    """Batch that has ``.to`` and attributes that come and go, as in PyTorch Geometric."""
+    """Batch with ``.to`` and with attributes that change, as in PyTorch Geometric."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -77,7 +77,7 @@ def test_a_loss_may_pop_from_its_batch(kind, budget):
     how = {"techniques": QUICK | {"fused_optimizer": False}, "budget": budget}
     run = flatout.optimize(model, batches, opt, compute_loss=compute_loss, **how)
     assert [run.step(batch).item() for batch in run.loader] == expected
-    assert [run.step(batch).item() for batch in run.loader]  # another epoch of the same batches
+    assert [run.step(batch).item() for batch in run.loader]  # a second epoch of the same batches
 
 
 def test_own_containers_are_shallow_copies():

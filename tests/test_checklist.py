@@ -1,21 +1,19 @@
-"""The README tells the checklist as the techniques' docstrings do."""
+"""Checklist in the page of techniques, which must equal the docstrings of the techniques."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from flatout.techniques import REGISTRY, Advice
+from tests.docs.pages import tool
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_readme_has_the_checklist() -> None:
-    spec = importlib.util.spec_from_file_location("checklist", ROOT / "tools" / "checklist.py")
-    checklist = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(checklist)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert checklist.rewritten(text) == text, "python tools/checklist.py README.md"
+def test_the_page_has_the_checklist() -> None:
+    checklist = tool("checklist")
+    text = (ROOT / "docs" / "techniques" / "index.md").read_text(encoding="utf-8")
+    assert checklist.rewritten(text) == text, "python tools/checklist.py docs/techniques/index.md"
     checklist_of_text = text.split(checklist.BEGIN)[1].split(checklist.END)[0]
     rows = [line for line in checklist_of_text.splitlines() if line.startswith("| ")]
     for title in [technique.title for technique in REGISTRY]:

@@ -1,4 +1,4 @@
-"""Issues that users reported against other libraries' one-call tuning, and that ``optimize`` avoids."""
+"""Issues that users reported about one-call tuning in other libraries, and that ``optimize`` avoids."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_result_has_one_shape_with_and_without_an_optimizer() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_neither_mode_is_an_error(training: bool, with_optimizer: bool, clock: Clock) -> None:
-    """accelerate #1642, caikit-nlp #317: "The optimizer should be given for training mode", and the reverse.
+    """accelerate #1642, caikit-nlp #317: "The optimizer should be given for training mode", and the opposite.
 
     A model from a checkpoint is in eval mode and gets an optimizer. ``optimize`` keeps both unchanged.
     """
@@ -206,7 +206,7 @@ def test_many_shapes_do_not_use_up_the_compiler(compiler: Compiler) -> None:
 
 
 def test_learning_rates_recompile_nothing(compiler: Compiler) -> None:
-    """pytorch #107076: a float learning rate under a scheduler compiled the optimizer anew in every step."""
+    """pytorch #107076: a float learning rate under a scheduler recompiled the optimizer in every step."""
     model, loader, opt = make_job()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, scheduler=scheduler, techniques=COMPILED, budget=0)
@@ -280,7 +280,7 @@ def test_trials_do_not_advance_the_scaler() -> None:
 
 
 def test_modes_are_as_they_were_module_by_module(clock: Clock) -> None:
-    """Lightning #18813, #18826: BatchSizeFinder left the model in train mode, and validation drew dropout."""
+    """Lightning #18813, #18826: BatchSizeFinder left the model in train mode, so validation used dropout."""
     model, loader, opt = make_job()
     model.body[1].eval()  # a frozen BatchNorm in a model that trains
     modes = [module.training for module in model.modules()]
@@ -329,7 +329,7 @@ def test_candidates_really_train(clock: Clock) -> None:
 
 
 def test_techniques_that_were_not_tried_have_a_reason(clock: Clock) -> None:
-    """Lightning #13696 again: the search stopped without a message."""
+    """Lightning #13696: the search stopped without a message."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, CROSS_ENTROPY, budget=1e-6)
     assert all(row.why for row in run.report.rows)
@@ -369,7 +369,7 @@ class Batches:
 
 @pytest.mark.parametrize("make", [lambda: pictures(batch_size=8), Batches, lambda: list(Batches())], ids=range(3))
 def test_any_loader_can_be_passed_in(make: Callable[[], Any], clock: Clock) -> None:
-    """Lightning's tuner refuses loaders that are passed to fit(), and wants a LightningDataModule."""
+    """Lightning's tuner refuses loaders that are passed to fit(), and requires a LightningDataModule."""
     loader = make()
     model = Pictures() if isinstance(loader, DataLoader) else Net()
     opt = torch.optim.SGD(model.parameters(), 0.1)

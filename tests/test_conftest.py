@@ -45,7 +45,7 @@ def keep_memory() -> None:
 
 
 CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
-    # what is changed: (the state that it is part of, how)
+    # changed setting: (its state, function that changes it)
     "Python's random": ("Python's random", random.random),
     "NumPy's random": ("NumPy's random", np.random.rand),
     "torch's random": ("torch's random", lambda: torch.rand(())),
@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def plain(value: Any) -> Any:
-    """The same without tensors and arrays, so that it compares."""
+    """Return the value without tensors and arrays, for comparisons."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.tolist()
     return tuple(map(plain, value)) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Batches that are objects of a class of the user's own: moved by ``to``, copied, counted, handed on whole."""
+"""Batches of a user's own class: moved by ``to``, copied, counted, and passed on unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reasons import reasons
 
 
 class Batch:
-    """Stand-in for PyTorch Geometric's ``Data``: ``to`` moves it in place, ``len`` counts its keys."""
+    """Stand-in for PyTorch Geometric's ``Data``. ``to`` moves it in place, and ``len`` counts its keys."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._store = {"x": x, "y": y}
@@ -55,7 +55,7 @@ class Counted(Batch):
 
 
 class Slotted:
-    """Has no ``__dict__``, and a length."""
+    """Batch without ``__dict__``, but with a length."""
 
     __slots__ = ("x", "y")
 
@@ -70,7 +70,7 @@ class Slotted:
 
 
 class Opaque:
-    """Keeps its tensors where nobody finds them, as graphs in a library's own memory."""
+    """Batch whose tensors flatout cannot find, like graphs in a library's own memory."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._get = lambda: (x, y)
@@ -92,7 +92,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Loader:
-    """Makes its batches anew in each epoch."""
+    """Loader that creates new batches in each epoch."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -105,7 +105,7 @@ class Loader:
 def job(kind: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
-    model.body[3].p = 0.0  # no random numbers: a loader draws some, too
+    model.body[3].p = 0.0  # no random numbers, because a loader draws some too
     return model, Loader(kind), torch.optim.SGD(model.parameters(), 0.1)
 
 
@@ -125,7 +125,7 @@ def test_a_run_trains_and_evaluates_as_a_plain_loop(kind: Any) -> None:
 
 @dataclass
 class Fields:
-    """Moves by itself, and can be split by its fields."""
+    """Batch that can be moved by ``to``, and split by its fields."""
 
     x: Tensor
     y: Tensor
@@ -152,7 +152,7 @@ class Entries(UserDict[str, Tensor]):
 @pytest.mark.parametrize("kind", [Fields, Named, Entries])
 def test_parts_of_a_batch_are_of_its_class_and_weigh_what_loss_weight_says(kind: Any) -> None:
     def made(x: Tensor, y: Tensor) -> Any:
-        return kind(x, y.where(x[:, 0] > 0, -100))  # targets that do not count, unevenly spread
+        return kind(x, y.where(x[:, 0] > 0, -100))  # targets that are ignored, unevenly distributed
 
     def weight(part: Any) -> Tensor:
         weighed.append((type(part), len(part.x)))
@@ -160,7 +160,7 @@ def test_parts_of_a_batch_are_of_its_class_and_weigh_what_loss_weight_says(kind:
 
     weighed: list[tuple[type, int]] = []
     model, _, optimizer = job(kind)
-    model.body[1] = nn.Identity()  # a BatchNorm sees parts
+    model.body[1] = nn.Identity()  # BatchNorm would see parts
     batches = [made(x, y) for x, y in DataLoader(make_data(), batch_size=16)]
     run = flatout.optimize(
         model, batches, optimizer, compute_loss=loss, loss_weight=weight, techniques=IN_PARTS, budget=0
@@ -243,7 +243,7 @@ def test_what_is_in_objects_is_found_and_counted() -> None:
     assert len(tensors_within(Slotted(x, y))) == 2
     assert not tensors_within(Opaque(x, y))
     assert [batch_size_of(made) for made in (batch, Counted(x, y), Slotted(x, y), Opaque(x, y))] == [5, 5, 5, 16]
-    assert batch_size_of((batch, torch.ones(3))) == 3  # tensors count first
+    assert batch_size_of((batch, torch.ones(3))) == 3  # tensors take precedence
     packed = nn.utils.rnn.pack_sequence([torch.ones(2)] * 4)
     assert batch_size_of(packed) == batch_size_of([packed]) == 4
     assert split(batch, [2, 3]) is None

@@ -44,7 +44,7 @@ def test_deterministic_mode_times_only_what_is_bit_identical(clock):
             model, loader, opt, step, deterministic=True, seed=3, techniques={"workers": False}, budget=1000
         )
         tried = {row.technique for row in run.report.rows if row.trials}
-        assert "determinism" in tried  # its cost is reported
+        assert "determinism" in tried  # the report shows its cost
         assert tried <= {"determinism", "in_memory"}
         first = torch.rand(3)
         torch.manual_seed(3)

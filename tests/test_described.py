@@ -1,4 +1,4 @@
-"""Results as a prompt and a notebook show them: one line, and a page or a small table."""
+"""Results at a prompt and in a notebook: one line, and a page or a small table."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ HOSTILE = '<img src=x onerror="alert(1)">\n\x1b[31m & more'
 
 
 class Balance(HTMLParser):
-    """Parser that notes the elements that are open, and all elements."""
+    """Parser that records the open elements, and all elements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def test_its_steps_are_only_forwards(loader: DataLoader) -> None:
 
     model = Watched(8, 3).eval()
     tried(model, loader)
-    assert len(seen) > 2  # a check, a count of FLOPs, and the step of a technique that is forced
+    assert len(seen) > 2  # a check, a count of FLOPs, and a step of the forced technique
     assert set(seen) == {(False, False, True)}
     assert model.weight.grad is None
     count = job_of(model, loader=loader, inference=True).work(next(iter(loader))).flops

@@ -1,9 +1,10 @@
-"""What is installed: its files, what its libraries need, and what is said where it cannot work."""
+"""Installed files, dependencies of the libraries, and messages for unsupported environments."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import tool
+
 ROOT = Path(__file__).parents[1]
+check_wheel = tool("check_wheel")
 
 
 def native(name: str) -> Path:
-    """The installed library ``name`` ("_C" or "_host")."""
+    """Return the path of the installed library ``name`` ("_C" or "_host")."""
     spec = importlib.util.find_spec("flatout.native._host")
     assert spec is not None
     assert spec.origin is not None
@@ -26,7 +30,7 @@ def native(name: str) -> Path:
 
 
 def needed(library: Path) -> set[str]:
-    """The shared libraries that ``library`` asks the loader for, without their versions."""
+    """Return the shared libraries that ``library`` requests from the loader, without versions."""
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf (binutils)")
     text = subprocess.run(["readelf", "-dW", library], check=True, capture_output=True, text=True).stdout
@@ -42,7 +46,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_operators_need_nothing_of_torch_but_its_cpu_library() -> None:
     libraries = needed(native("_C"))
     assert "libtorch_cpu" in libraries
-    # Neither what a CPU-only torch lacks nor what changes from one torch to the next.
+    # No library that a CPU-only torch lacks, and none that changes between versions of torch.
     assert not {name for name in libraries if "cuda" in name or "cudart" in name}
     assert not {name for name in libraries if name.startswith(("libtorch", "libc10"))} - {"libtorch_cpu"}
 
@@ -89,16 +93,14 @@ def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> No
         assert "CUDA 13 toolkit with nvcc" in result.stdout
 
 
-def is_expected(path: str) -> bool:
-    """Python, its type stubs and marker, templates, the two libraries, the metadata: and nothing else."""
-    return bool(
-        re.fullmatch(
-            r"flatout/([a-z_0-9]+/)*[a-z_0-9]+\.pyi?|flatout/py\.typed|flatout/native/_C\.so"
-            r"|flatout/report/templates/[a-z]+\.(html|css)\.j2"
-            r"|flatout/native/_host\.[\w.-]+\.so|flatout-[\d.]+\.dist-info/.+",
-            path,
-        )
-    )
+def test_the_import_loads_no_compiler() -> None:
+    slow = "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy", "triton", "jinja2", "IPython"
+    code = "import sys, torch; before = set(sys.modules); import flatout; print(*sorted(set(sys.modules) - before))"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    loaded = result.stdout.split()
+    assert "flatout.optimize" in loaded
+    assert not set(slow) & set(loaded)
 
 
 def test_the_metadata_names_every_extra() -> None:
@@ -106,11 +108,29 @@ def test_the_metadata_names_every_extra() -> None:
     assert {"demo", "test", "bench", "notebook", "monitor"} <= set(extras)
 
 
-@pytest.mark.slow
-def test_a_wheel_built_without_nvcc_holds_what_it_should(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a new source archive."""
     for module in ("scikit_build_core", "pybind11"):
         pytest.importorskip(module)
-    # What is in a wheel, and what its libraries need, does not depend on the optimiser, which takes most of the time.
+    folder = tmp_path_factory.mktemp("sdist")
+    subprocess.run(
+        [sys.executable, "-c", "import sys, flatout_build; flatout_build.build_sdist(sys.argv[1])", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
+        check=True,
+    )
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def test_the_source_archive_holds_what_a_build_needs(sdist: Path) -> None:
+    assert check_wheel.sdist_failures(sdist) == []
+
+
+@pytest.mark.slow
+def test_a_wheel_built_without_nvcc_holds_what_it_should(sdist: Path, tmp_path: Path) -> None:
+    # The compiler's optimizations take most of the time, and do not affect the contents and dependencies of a wheel.
     launcher = tmp_path / "unoptimised"
     launcher.write_text('#!/bin/sh\nexec "$@" -O0\n')
     launcher.chmod(0o755)
@@ -128,17 +148,29 @@ def test_a_wheel_built_without_nvcc_holds_what_it_should(tmp_path: Path) -> None
             ),
             *("-w", str(tmp_path), "-C", f"build-dir={tmp_path / 'build'}"),
             *("-C", "cmake.define.FLATOUT_CUDA=OFF", "-C", f"cmake.define.CMAKE_CXX_COMPILER_LAUNCHER={launcher}"),
-            str(ROOT),
+            str(sdist),
         ],
         check=True,
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
-    assert [name for name in names if not is_expected(name)] == []
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = [name for name in wheel.namelist() if not name.endswith("/")]
+        assert list(check_wheel.record_failures(wheel)) == []
+        for name in names:
+            if name.endswith(".so"):
+                assert list(check_wheel.library_failures(name, wheel.read(name), archs=[])) == []
+        operators = check_wheel.sections(wheel.read("flatout/native/_C.so"))
+    assert [name for name in names if not check_wheel.FILES_OF_A_WHEEL.fullmatch(name)] == []
     assert {"flatout/native/_C.so", "flatout/py.typed", "flatout/__init__.py"} <= set(names)
     assert {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/**/*.j2")} <= set(names)
-    assert sum(name.startswith("flatout/native/_host.") for name in names) == 2  # the module and its types
-    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
-    assert "libtorch_cpu" in needed(tmp_path / "unpacked/flatout/native/_C.so")
+    assert sum(name.startswith("flatout/native/_host.") for name in names) == 2  # the module and its type stub
+    assert "libtorch_cpu.so" in check_wheel.dynamic_texts(operators, check_wheel.NEEDED)
     cache = (tmp_path / "build/CMakeCache.txt").read_text()
     assert "CMAKE_CUDA_COMPILER" not in cache
+
+
+def test_the_architectures_of_a_wheel_are_those_of_the_build() -> None:
+    text = (ROOT / "cmake/CudaArchitectures.cmake").read_text()
+    listed = re.search(r"set\(all_archs (.+)\)", text)
+    assert listed is not None
+    assert tuple(listed[1].split()) == check_wheel.ALL_ARCHS

@@ -136,7 +136,7 @@ def test_trained_weights_do_not_matter() -> None:
 
 
 class Other(Net):
-    """Same model under another class name."""
+    """Model of the same structure under another class name."""
 
 
 def gelu() -> nn.Module:
@@ -282,7 +282,7 @@ def test_a_plan_of_version_2_is_read(tmp_path: Path) -> None:
 
 
 def test_a_plan_holds_the_conditions_of_its_measurements(tmp_path: Path) -> None:
-    """Two plans of other conditions are equal, because they decide the same."""
+    """Plans with different conditions are equal, because their decisions are equal."""
     plan = flatout.Plan({}, {}, noise=0.02, load_average=3.5, cores=2, undecided=["compile"])
     plan.save(tmp_path / "plan.json")
     loaded = flatout.Plan.load(tmp_path / "plan.json")
@@ -329,7 +329,7 @@ NEVER: tuple[Any, ...] = (
     {"num_workers": 1, "persistent_workers": 1},
     {"samples": "many"},
 )
-"""Values that no technique has."""
+"""Values that no technique accepts."""
 
 
 @pytest.mark.parametrize("technique", [technique.name for technique in REGISTRY])

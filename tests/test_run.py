@@ -133,15 +133,6 @@ def test_fit_trains_and_returns_the_history(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_fit_shows_progress(capsys):
-    run, *_ = make()
-    run.fit(2)
-    shown = capsys.readouterr().out
-    assert "1/2" in shown
-    assert "2/2" in shown
-    assert "samples/s" in shown
-
-
 def test_a_mapping_batch_goes_through_the_models_own_loss():
     class WithLoss(nn.Module):
         def __init__(self):

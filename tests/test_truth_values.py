@@ -1,4 +1,4 @@
-"""Objects of the user's whose truth value raises, and whose length does or is 0: everything asks for None instead."""
+"""User objects whose truth value raises, and whose length raises or is 0: flatout must compare with None instead."""
 
 import os
 
@@ -25,7 +25,7 @@ class Unsized(Undecided):
 
 
 class Model(Undecided, nn.ModuleList):
-    """A module that has the length 0, beside its truth value."""
+    """Module with length 0, and without a truth value."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Scheduler(Unsized, torch.optim.lr_scheduler.StepLR):
 
 
 class Samples(Undecided, Dataset):
-    """Samples that take two milliseconds each of a simulated clock."""
+    """Samples that take two milliseconds each on a simulated clock."""
 
     def __init__(self, clock=None):
         self.data, self.clock = make_data(48), clock
@@ -128,7 +128,7 @@ def test_a_run_asks_nothing_for_its_truth_value(kind, choices, tmp_path, clock):
     model, optimizer, scheduler = parts()
     clock.slow_down(model, 0.01)
     budget = 20 if choices is MEASURED else 0
-    if choices is FORCED:  # neither a subclass of an optimizer nor other loaders have those forms
+    if choices is FORCED:  # subclasses of an optimizer and other loaders do not have these forms
         without = {"fused_optimizer"} | ({"in_memory"} if kind != "tensors" else set())
         choices = {name: value for name, value in choices.items() if name not in without}
     run = flatout.optimize(
@@ -170,7 +170,7 @@ def test_collate_of_a_seeded_loader_takes_samples_without_a_truth_value():
 
 
 class Servants(IterableDataset):
-    """Samples that are the number of the process that serves them."""
+    """Samples that are the number of their worker process."""
 
     def __iter__(self):
         return (os.getpid() for _ in range(8))

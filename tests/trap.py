@@ -1,4 +1,4 @@
-"""Layer that runs out of memory where a test wants it to."""
+"""Layer that runs out of memory where a test requests it."""
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ def out_of_memory():
 class Trap(nn.Module):
     """Identity that fails on batches above a limit.
 
-    FLOPs are counted under a dispatch mode, at any time that training leaves for it. Such passes are let through and
-    not noted.
+    FLOPs are counted under a dispatch mode, at any time that training allows. Such passes neither fail nor are
+    recorded.
 
     Attributes:
         sprung: number of failures.
@@ -27,7 +27,10 @@ class Trap(nn.Module):
         self.sprung, self.seen = 0, []
 
     def arm(self, where, limit, spared=0, error=out_of_memory):
-        """Fail in the forward or the backward of more than ``limit`` samples, except in the first ``spared`` ones."""
+        """Fail in the forward or backward of more than ``limit`` samples.
+
+        The first ``spared`` passes of this size do not fail.
+        """
         self.where, self.limit, self.spared, self.error = where, limit, spared, error
         self.sprung, self.seen = 0, []
 

@@ -1,4 +1,4 @@
-// bindings.cpp: RowStates for Python.
+// bindings.cpp: bindings of RowStates for Python.
 #include "cache/bindings.h"
 
 #include <cstddef>
@@ -15,19 +15,20 @@ void bind_cache(py::module_& module) {
   using py::arg;
 
   py::class_<RowStates>(module, "RowStates", "One byte for each row of a table that processes share.")
-      .def(py::init([](std::uintptr_t address, std::size_t rows, const py::object& /*owner*/) {
-             if (address == 0 && rows != 0) throw std::invalid_argument("address must not be 0");
-             if (rows > std::size_t{1} << 56) throw std::invalid_argument("rows must be at most 2^56");
-             // NOLINTNEXTLINE(performance-no-int-to-ptr): tensor.data_ptr() is an integer
-             return RowStates(reinterpret_cast<std::uint8_t*>(address), rows);
-           }),
-           py::keep_alive<1, 4>(), arg("address"), arg("rows"), arg("owner"),
-           "Uses `rows` bytes at `address`, which must be zero at first. Keeps `owner` alive. The address is "
-           "not checked.")
+      .def(
+          py::init([](std::uintptr_t address, std::size_t rows, const py::object& /*owner*/) {
+            if (address == 0 && rows != 0) throw std::invalid_argument("address must not be 0");
+            if (rows > std::size_t{1} << 56) throw std::invalid_argument("rows must be at most 2^56");
+            // NOLINTNEXTLINE(performance-no-int-to-ptr): tensor.data_ptr() is an integer
+            return RowStates(reinterpret_cast<std::uint8_t*>(address), rows);
+          }),
+          py::keep_alive<1, 4>(), arg("address"), arg("rows"), arg("owner"),
+          "Use `rows` bytes at `address`, which must be zero at first. `owner` is kept alive. The address is "
+          "not checked.")
       .def("claim", &RowStates::claim, arg("row"),
-           "Whether the row is now the caller's to write; not if it is or was anybody's.")
-      .def("complete", &RowStates::complete, arg("row"), "Says that a claimed row has been written.")
-      .def("give_up", &RowStates::give_up, arg("row"), "Says that a claimed row will not be written.")
+           "Return True if the caller may write the row, and False if another caller has claimed it.")
+      .def("complete", &RowStates::complete, arg("row"), "Mark a claimed row as written.")
+      .def("give_up", &RowStates::give_up, arg("row"), "Mark a claimed row as never to be written.")
       .def("is_complete", &RowStates::is_complete, arg("row"));
   flatout::refuse_unmade(module.attr("RowStates"));
 }

@@ -1,4 +1,4 @@
-// bindings.h: declares what the cache of samples needs to Python.
+// bindings.h: bindings of the sample cache for Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

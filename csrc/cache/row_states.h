@@ -27,7 +27,7 @@ class RowStates {
 
  private:
   static constexpr std::uint8_t empty = 0, claimed = 1, completed = 2;
-  static_assert(std::atomic_ref<std::uint8_t>::is_always_lock_free);  // a lock would be this process's alone
+  static_assert(std::atomic_ref<std::uint8_t>::is_always_lock_free);  // other processes would not see a lock
 
   std::atomic_ref<std::uint8_t> at(std::size_t row) const {
     if (row >= rows_) throw std::out_of_range("row out of range");

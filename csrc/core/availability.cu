@@ -1,11 +1,11 @@
-// availability.cu: tells whether the kernels run on the current device.
+// availability.cu: check of the kernels on the current device.
 #include "core/availability.h"
 #include "core/cuda_launch.h"
 
 namespace flatout {
 namespace {
 
-// All kernels are compiled for the same architectures, so one stands for all.
+// All kernels are compiled for the same architectures, so this kernel represents all of them.
 __global__ void probe_kernel() {}
 
 }  // namespace

@@ -1,4 +1,4 @@
-// availability_cuda.cpp: tells whether the kernels run on a device, as operators.
+// availability_cuda.cpp: the operator that checks the kernels on a device.
 #include <torch/csrc/stable/library.h>
 
 #include "core/availability.h"

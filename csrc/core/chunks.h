@@ -10,29 +10,29 @@
 
 namespace flatout {
 
-// Elements per chunk: one CUDA block's work, and the unit of the norm's partial sums. A constant, so that
-// sums do not depend on the number of threads; a multiple of every vector width, so that all chunks of a
-// tensor share its misalignment.
+// Elements per chunk. A chunk is the work of one CUDA block, and each partial sum of a norm covers one chunk.
+// The number is a constant, so that sums do not depend on the number of threads. The number is a multiple of
+// every vector width, so that all chunks of a tensor have the same misalignment.
 inline constexpr uint32_t kChunk = 16384;
 inline constexpr int kVectorBytes = 16;
 inline constexpr uint32_t kLanes = 32;        // threads of a warp
-inline constexpr int kArgumentBytes = 32764;  // of a kernel, at most (CUDA >= 12.1)
+inline constexpr int kArgumentBytes = 32764;  // limit for all arguments of a kernel (CUDA >= 12.1)
 // Weight, gradient, three states, average, 16-bit companion, three absmaxes.
 inline constexpr int kMaxStreams = 10;
 
-// One tensor and its companions of equal numel, as flat arrays.
+// One tensor and its companions, as flat arrays. All have `numel` elements, except absmaxes.
 struct FlatTensor {
   void* address[kMaxStreams];
-  void* step;  // address of its step count; null where steps are not counted
+  void* step;  // address of the tensor's step count; null: steps are not counted
   int64_t numel;
-  uint32_t id;          // keys its random bits
-  bool step_is_double;  // else the count is a float
+  uint32_t id;          // part of the key of the tensor's random bits
+  bool step_is_double;  // false: the step count is a float
 };
 
 FLATOUT_HD uint32_t chunks_of(int64_t numel) { return static_cast<uint32_t>((numel + kChunk - 1) / kChunk); }
 
-// The tensor that owns `chunk`: the last one whose first chunk is <= chunk. Empty tensors own none, wherever
-// they stand, because the tensor after them (or the end) has the same first chunk.
+// Returns the tensor that owns `chunk`: the last tensor whose first chunk is <= `chunk`. An empty tensor owns
+// no chunk, because the next tensor (or the end of the list) has the same first chunk.
 FLATOUT_HD uint32_t tensor_of(const uint32_t* first_chunk, uint32_t tensors, uint32_t chunk) {
   uint32_t low = 0, high = tensors;
   while (high - low > 1) {
@@ -46,15 +46,15 @@ FLATOUT_HD uint32_t tensor_of(const uint32_t* first_chunk, uint32_t tensors, uin
   return low;
 }
 
-// Where each tensor's chunks begin; the last entry is their number.
+// Returns the first chunk of each tensor, then the number of all chunks.
 inline std::vector<uint32_t> first_chunks(const std::vector<FlatTensor>& list) {
   std::vector<uint32_t> first(list.size() + 1);
   for (std::size_t t = 0; t < list.size(); ++t) first[t + 1] = first[t] + chunks_of(list[t].numel);
   return first;
 }
 
-// A chunk as [head | vectors | tail]: single elements up to the first 16-byte boundary, whole vectors of
-// `width` elements, the rest.
+// A chunk as [head | vectors | tail]. The head holds the single elements before the first 16-byte boundary.
+// The tail holds the single elements after the last whole vector of `width` elements.
 struct Split {
   uint32_t head;     // elements before the first vector
   uint32_t vectors;  // number of whole vectors
@@ -64,12 +64,13 @@ struct Split {
 FLATOUT_HD Split split_chunk(const void* first, uint32_t element_size, uint32_t width, uint32_t count) {
   const uint32_t misaligned = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first) % kVectorBytes);
   uint32_t head = misaligned == 0 ? 0 : (kVectorBytes - misaligned) / element_size;
-  if (misaligned % element_size != 0 || head > count) head = count;  // no element ever meets the boundary
+  if (misaligned % element_size != 0 || head > count) head = count;  // no element begins at a boundary
   return {head, (count - head) / width, count};
 }
 
-// How many vectors a thread loads before it stores one: a compiler cannot move loads over stores, and a
-// thread with few streams would otherwise have too few bytes under way to keep up with memory.
+// Number of vectors that a thread loads before it stores the first one. A compiler cannot move a load before
+// a store. One vector at a time of few streams would be too few bytes in flight to saturate the memory
+// bandwidth.
 template <int Streams>
 inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
 
@@ -82,7 +83,7 @@ FLATOUT_HD void for_each_vector(const Split& split, uint32_t thread, uint32_t th
   for (uint32_t i = thread; i < split.head; i += threads) single(i);
   uint32_t v = thread;
 #ifdef __CUDA_ARCH__
-#pragma unroll 1  // batches are the unrolling: more of it costs registers, and with them threads
+#pragma unroll 1  // a batch is unrolled already: more would cost registers and lower occupancy
 #endif
   for (; v + (Batch - 1) * threads < split.vectors; v += Batch * threads)
     vectors(std::integral_constant<int, Batch>{}, split.head + v * Width, threads * Width);

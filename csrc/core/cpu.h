@@ -13,9 +13,9 @@
 
 namespace flatout {
 
-// Explicit calls rather than target_clones: works on templates, needs no ifunc, and each name holds one ISA's
-// code. What `body` calls is always_inline, so nothing compiled for AVX leaks into functions shared with
-// other files.
+// Explicit functions replace target_clones, because they work with templates, need no ifunc, and give the
+// code of each ISA its own name. All functions that `body` calls are always_inline, so that no code compiled
+// for AVX gets into functions shared with other files.
 #if defined(__x86_64__) && defined(__GNUC__)
 template <class Body>
 [[gnu::target("arch=x86-64-v4,prefer-vector-width=512"), gnu::noinline]] void run_v4(const Body& body) {
@@ -31,9 +31,9 @@ template <class Body>
   body();
 }
 
-// True where prefetches make a loop faster. Intel's hardware prefetchers stop at the end of a page, and one
-// thread of a Xeon reads nearly twice as fast with prefetches. AMD's cross pages, and prefetches cost an EPYC
-// a tenth of its speed.
+// True on CPUs where prefetches make a loop faster. Intel's hardware prefetchers stop at the end of a page.
+// With prefetches, one thread of a Xeon reads nearly twice as fast. AMD's hardware prefetchers cross pages.
+// With prefetches, an EPYC loses a tenth of its speed.
 inline const bool prefetches_pay = []() noexcept {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
@@ -55,7 +55,7 @@ enum class Isa { kBaseline, kV3, kV4 };
 inline Isa detect_isa() {
 #if defined(__x86_64__) && defined(__GNUC__)
   __builtin_cpu_init();
-  // Feature by feature: compilers before GCC 12 do not know the levels by name.
+  // Checks single features, because compilers before GCC 12 do not know the levels by name.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
       !__builtin_cpu_supports("bmi2"))
     return Isa::kBaseline;
@@ -83,16 +83,18 @@ void run_vectorized(const Body& body) {
   }
 }
 
-// Backwards, a second pass begins with what the first one read last and caches still hold.
+// Order of the chunks. A second pass that runs backwards begins with the chunks that the first pass read
+// last. Caches still hold these chunks.
 enum class Direction { kForwards, kBackwards };
 
-// Calls body(tensor, begin, count, chunk) for every chunk, in one parallel region for all tensors. Chunks are
-// claimed a few at a time: 2,000 small tensors beside one large one, or a busy core, leave no thread waiting.
+// Calls body(tensor, begin, count, chunk) for every chunk, in one parallel region for all tensors. Each
+// thread claims a few chunks at a time. So no thread waits for another that has larger tensors or a busy
+// core.
 template <class Body>
 void for_each_chunk(const std::vector<FlatTensor>& list, const std::vector<uint32_t>& first, const Body& body,
                     Direction direction = Direction::kForwards) {
   constexpr int64_t kWorthAThread =
-      2 * int64_t{kChunk};  // elements; below that, waking a thread costs more than it saves
+      2 * int64_t{kChunk};  // elements; for fewer, the wake-up of a thread costs more than it saves
   const uint32_t chunks = first.back();
   int64_t elements = 0;
   for (const FlatTensor& tensor : list) elements += tensor.numel;

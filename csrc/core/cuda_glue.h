@@ -12,9 +12,10 @@ namespace flatout {
 
 using CurrentStream = AOTITorchError (*)(int32_t device_index, void** ret_stream);
 
-// torch's function that names the current stream, or null under a CPU build of torch. It lives in
-// libtorch_cuda, which this library must not need, and whose names a library opened RTLD_LOCAL does not see:
-// so it is looked up in the copy that torch has loaded.
+// Returns torch's function for the current stream, or null under a CPU build of torch. The function is part
+// of libtorch_cuda, on which this library must not depend. Python opens libraries with RTLD_LOCAL, so the
+// symbols of libtorch_cuda are not visible here. dlsym looks up the function in the copy that torch has
+// loaded.
 inline CurrentStream current_stream_function() {
   static const CurrentStream function = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
@@ -24,7 +25,7 @@ inline CurrentStream current_stream_function() {
   return function;
 }
 
-// Makes a tensor's device current for a scope and names the stream to launch on.
+// Makes a tensor's device current for a scope, and holds the current stream of this device.
 class CudaScope {
  public:
   explicit CudaScope(const Tensor& leader) : guard_(leader.get_device_index()) {
@@ -33,7 +34,8 @@ class CudaScope {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(current_stream(leader.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
-    // torch's runtime and our static one each keep a current device: set ours too.
+    // torch's CUDA runtime and the static runtime of this library each have a current device. This call sets
+    // the second one.
     check_cuda(cudaSetDevice(leader.get_device_index()), "cudaSetDevice");
   }
   cudaStream_t stream() const { return stream_; }

@@ -12,8 +12,8 @@ namespace flatout {
 
 inline constexpr int kThreads = 512;
 
-// A kernel's argument of any size, marked __grid_constant__: nvcc leaves it where the launch has put it. A
-// host compiler would copy it for each thread, so it passes a reference.
+// Type of a kernel's argument of any size, marked __grid_constant__. nvcc does not copy such an argument. A
+// host compiler would copy the argument for each thread, so in its code the type is a reference.
 #ifdef __CUDACC__
 template <class T>
 using Argument = const T;

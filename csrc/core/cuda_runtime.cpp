@@ -19,7 +19,7 @@ class Contexts {
     return contexts;
   }
 
-  // -1 if the thread has no context.
+  // Returns -1 if the thread has no context.
   int device() const {
     CUdevice device = -1;
     return get_device_ != nullptr && get_device_(&device) == CUDA_SUCCESS ? device : -1;

@@ -27,12 +27,12 @@ class RelaxedCapture {
 
 // Makes `device` current for a scope, with relaxed captures.
 //
-// The end of the scope restores the driver's context instead of the device: since CUDA 12.0, cudaSetDevice
-// creates a context on a device that had none, which takes hundreds of megabytes of its memory.
+// The end of the scope restores the driver's context instead of the device. Since CUDA 12.0, cudaSetDevice
+// creates a context on a device that has none. A context takes hundreds of megabytes of device memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
-  // For destructors: ignores errors, because at the end of the process the driver may be gone.
+  // For destructors. Ignores errors, because the driver may be gone at the end of the process.
   DeviceGuard(int device, std::nothrow_t) noexcept;
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

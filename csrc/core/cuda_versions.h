@@ -22,8 +22,8 @@ inline std::pair<int, int> cuda_versions() {
   return {driver, runtime};
 }
 
-// The oldest driver for the kernels of a runtime. Minor versions are compatible within a major version. Older
-// drivers than 12.1 take at most 4 KiB of kernel arguments.
+// Returns the oldest driver version that runs the kernels of a runtime version. Minor versions are compatible
+// within a major version. Drivers older than 12.1 take at most 4 KiB of kernel arguments.
 inline int needed_driver(int runtime) { return std::max(runtime / 1000 * 1000, 12010); }
 
 }  // namespace flatout

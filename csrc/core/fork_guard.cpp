@@ -1,5 +1,4 @@
-// fork_guard.cpp: a counter that every fork increments in the child (getpid() would be a system call per
-// use).
+// fork_guard.cpp: a counter that every fork increments in the child. getpid() would be a system call per use.
 #include "core/fork_guard.h"
 
 #include <pthread.h>

@@ -1,10 +1,11 @@
-// fork_guard.h: tells objects that own threads or locks whether they now live in a forked child.
+// fork_guard.h: detection of a fork, for objects that own threads or locks.
 #pragma once
 
 namespace flatout {
 
-// Remembers the process that made it. A forked child has none of its parent's threads, and may have inherited
-// a locked mutex: what `forked()` finds there is leaked, never joined or locked.
+// Guard that knows the process in which it was made. A forked child has none of its parent's threads, and may
+// have inherited a locked mutex. So if `forked()` is true, the owner must leak its threads and locks, and
+// never join or lock them.
 class ForkGuard {
  public:
   ForkGuard() noexcept;

@@ -1,4 +1,5 @@
-// scalar.h: the dtypes of the update path and the type each is computed in; torch-free, host and device.
+// scalar.h: the dtypes of the update path, and the type in which each is computed. For host and device,
+// without torch.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +54,7 @@ FLATOUT_HD uint16_t float_to_half(float value) {
   const uint32_t word = bit_cast<uint32_t>(value);
   const uint32_t twice = word + word;
   const float magnitude = bit_cast<float>(word & 0x7FFFFFFFu);
-  float base = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;  // overflows to infinity where a half does
+  float base = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;  // overflows to infinity if a half does
   const uint32_t exponent = twice & 0xFF000000u;
   const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
   base = bit_cast<float>((bias >> 1) + 0x07800000u) + base;  // rounds to nearest even at half's last bit
@@ -101,14 +102,15 @@ FLATOUT_HD void store(f16& to, float value) {
 #endif
 }
 
-// Stochastic rounding: up with the probability of the fraction that is cut off; `random` is uniform over 16
-// bits.
+// Rounds stochastically. The probability of rounding away from 0 is the fraction that is cut off. `random` is
+// uniform over 16 bits.
 FLATOUT_HD void store_stochastic(bf16& to, float value, uint16_t random) {
   to.bits = detail::bfloat_from_sum(value, random);
 }
 
-// A float32 weight as a bfloat16 (to nearest, ties away from zero) and the 16 bits that it lacks, as a signed
-// distance: together they are exactly the weight, in 4 bytes instead of 2 + 4.
+// `join` and `split` convert a pair of a bfloat16 and a 16-bit remainder to a float32 weight, and back. The
+// bfloat16 is the weight rounded to nearest, ties away from 0. The remainder is the signed distance to the
+// weight. The pair holds the weight exactly, in 4 bytes. A bfloat16 and a float32 master would take 6 bytes.
 FLATOUT_HD float join(bf16 high, int16_t remainder) {
   const uint32_t upper = static_cast<uint32_t>(high.bits) << 16;
   const float weight = detail::bit_cast<float>(upper + static_cast<uint32_t>(int32_t{remainder}));
@@ -119,7 +121,7 @@ FLATOUT_HD float join(bf16 high, int16_t remainder) {
 }
 FLATOUT_HD void split(float value, bf16& high, int16_t& remainder) {
   uint32_t word = detail::bit_cast<uint32_t>(value);
-  if ((word & 0x7FFFFFFFu) > 0x7F800000u) word = 0x7FC00000u;  // or a NaN's payload could carry into the sign
+  if ((word & 0x7FFFFFFFu) > 0x7F800000u) word = 0x7FC00000u;  // else the payload could carry into the sign
   high.bits = static_cast<uint16_t>((word + 0x8000u) >> 16);
   remainder = static_cast<int16_t>(word);
 }
@@ -141,7 +143,7 @@ FLATOUT_HD double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// Equals torch.lerp bit for bit. It starts at the nearer end, so that weights of 0 and 1 are exact.
+// Equals torch.lerp bit for bit. Starts at the nearer end, so that weights of 0 and 1 are exact.
 template <class Acc>
 FLATOUT_HD Acc interpolate(Acc from, Acc to, Acc weight) {
   const bool near = weight < Acc(0.5);
@@ -160,7 +162,8 @@ struct Compute<double> {
 template <class T>
 using compute_t = typename Compute<T>::type;
 
-// A number that the host knows (`value`) or that lies on the tensors' device (`address`), never waited for.
+// A number that the host knows (`value`), or that lies on the tensors' device (`address`). The host never
+// waits for the number.
 struct DeviceScalar {
   const void* address = nullptr;
   bool is_double = false;

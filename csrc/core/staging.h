@@ -1,5 +1,5 @@
-// staging.h: 16-bit elements are widened a block at a time into an L1-resident buffer, computed there, and
-// narrowed.
+// staging.h: conversion of 16-bit elements to float and back, a block at a time. Loops compute on the floats
+// in a buffer that stays in L1.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace flatout {
 
-inline constexpr uint32_t kBlock = 512;  // elements: five float streams of it fit in L1
+inline constexpr uint32_t kBlock = 512;  // elements; five streams of kBlock floats fit in L1
 
 #ifdef FLATOUT_F16C
 inline bool has_f16c() {

@@ -22,7 +22,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using TensorList = std::vector<Tensor>;
 
-// True when the elements fill [data, data + numel) in some order, so that the tensor can be taken as flat.
+// True if the elements fill [data, data + numel) in some order, so that the tensor can be used as a flat
+// array.
 inline bool is_dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) return true;
   const auto sizes = tensor.sizes();
@@ -64,7 +65,8 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
 }
 
-// False if the storage of a dense tensor is smaller than `numel` elements, as after FSDP has freed memory.
+// False if the storage of a dense tensor is smaller than `numel` elements, for example because FSDP has freed
+// it.
 inline bool has_memory(const Tensor& tensor, int64_t numel, std::size_t element_size) {
   if (numel == 0) return true;
   int64_t bytes = 0;
@@ -86,7 +88,7 @@ inline ScalarType check_dtype(const Tensor& tensor, const char* name) {
   return dtype;
 }
 
-// The first list leads: its tensors are dense, on one device, of one dtype.
+// Checks the first list of an operator. Its tensors must be dense, on one device and of one dtype.
 inline void check_leader(const TensorList& list, const char* name) {
   STD_TORCH_CHECK(!list.empty(), name, " must hold at least one tensor");
   const ScalarType dtype = check_dtype(list[0], name);
@@ -99,7 +101,7 @@ inline void check_leader(const TensorList& list, const char* name) {
   }
 }
 
-// A companion of a leader's tensor: its device, shape and strides.
+// Checks that a companion has the device, shape and strides of the leader's tensor.
 inline void check_beside(const Tensor& tensor, const char* name, std::size_t i, const Tensor& leader,
                          const char* leader_name) {
   STD_TORCH_CHECK(same_device(tensor, leader), name, "[", i, "] must be on the device of ", leader_name, "[",
@@ -114,8 +116,8 @@ struct NamedList {
   const char* name;
 };
 
-// Kernels write many tensors at once: of two that share memory, one would be rewritten while the other is
-// read.
+// Checks that no two tensors share memory. Kernels write many tensors at once, so shared memory would be
+// written while it is read.
 inline void check_apart(std::initializer_list<NamedList> lists) {
   struct Extent {
     uintptr_t begin, end;
@@ -148,7 +150,7 @@ inline void check_number(const Tensor& tensor, bool is_dtype, const char* dtypes
   check_memory(tensor, name, 0);
 }
 
-// A number on the tensors' device, or `otherwise` when none is given.
+// Returns a number on the tensors' device, or `otherwise` if there is no tensor.
 inline DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Tensor& leader,
                                   double otherwise) {
   DeviceScalar scalar;
@@ -168,7 +170,7 @@ inline const float* device_flag(const std::optional<Tensor>& tensor, const char*
   return static_cast<const float*>(device_scalar(tensor, name, leader, 0).address);
 }
 
-// Calls body with a null pointer of the C++ type of a dtype that check_dtype let through.
+// Calls body with a null pointer of the C++ type of a dtype that check_dtype accepts.
 template <class Body>
 void with_dtype(ScalarType dtype, const Body& body) {
   switch (dtype) {

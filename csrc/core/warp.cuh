@@ -15,7 +15,7 @@ __device__ inline uint32_t warp_max(uint32_t value) {
 }
 
 // tensor_of() by a whole warp. Returns the same tensor to all lanes. Each read waits for the previous one and
-// leaves 1/32 of the tensors. A binary search by one thread would read four times as often.
+// leaves 1/32 of the tensors as candidates. A binary search by one thread would read four times as often.
 __device__ inline uint32_t warp_tensor_of(const uint32_t* first_chunk, uint32_t tensors, uint32_t chunk) {
   uint32_t begin = 0, count = tensors;  // candidates: `count` tensors from `begin` on
   while (count > 1) {

@@ -8,7 +8,7 @@
 
 namespace flatout {
 
-// The operator's arguments, checked; keeps the memory that `batch` points to.
+// The operator's checked arguments. `images` and `out` keep the memory that `batch` points to.
 struct Normalization {
   Tensor images, out;
   std::vector<Channel> channels;

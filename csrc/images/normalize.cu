@@ -1,10 +1,10 @@
-// normalize.cu: uint8 images as normalized floats on CUDA: one read, one write.
+// normalize.cu: conversion of uint8 images to normalized floats on CUDA, with one read and one write.
 #include "images/normalize_launch.h"
 
 namespace flatout {
 namespace {
 
-// Fewer than in other kernels, so that a batch of small images has enough blocks.
+// Fewer threads than in other kernels, so that a batch of small images has enough blocks.
 constexpr int kBlockThreads = 256;
 
 template <int Count>
@@ -52,7 +52,7 @@ uint32_t blocks_of(int64_t threads) {
   return static_cast<uint32_t>((threads + kBlockThreads - 1) / kBlockThreads);
 }
 
-// False where the batch is not for this kernel.
+// Returns false if the batch does not fit this kernel.
 template <class T, int C, Order In, Order Out>
 bool launch_groups(const ImageBatch& batch, const Channel* channels, cudaStream_t stream) {
   using Thread = GroupThread<T, C, In, Out>;

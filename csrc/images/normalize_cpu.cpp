@@ -1,4 +1,5 @@
-// normalize_cpu.cpp: uint8 images as normalized floats on the CPU: one pass over memory, all cores.
+// normalize_cpu.cpp: conversion of uint8 images to normalized floats on the CPU, in one pass over memory and
+// on all cores.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cpu.h"
@@ -8,8 +9,9 @@
 namespace flatout {
 namespace {
 
-// The constants of interleaved elements, side by side: whole pixels, and at least so many elements that a
-// loop over them is worth its beginning and its end. In vectors of any width where pixels allow it.
+// The constants of interleaved elements, in the order of the elements. A pattern covers at least 192
+// elements, so that a loop over them has little overhead. The number of pixels is a multiple of 16, so that
+// the elements fill vectors of any width.
 struct Pattern {
   std::vector<float> mean, std, inverse, rest;
 
@@ -62,8 +64,9 @@ FLATOUT_HD void normalize_row(const uint8_t* __restrict from, float* __restrict 
     to[i] = normalize(static_cast<float>(from[i]), Channel{mean[i], std[i], inverse[i], rest[i]});
 }
 
-// Some of the pieces that a batch is cut into: pixels of one image, in all channels. Bytes are brought into
-// the order of the output first, in a buffer that stays in L1: that is a quarter of moving floats.
+// The pieces `begin` to `end` of a batch. A piece has some pixels of one image, in all channels. If the
+// orders differ, bytes are first copied into the order of the output, in a buffer that stays in L1. Floats
+// would be four times as many bytes.
 template <class T, int C>
 struct NormalizePieces {
   const ImageBatch& batch;
@@ -72,7 +75,7 @@ struct NormalizePieces {
   int64_t piece_pixels, pieces_of_image;
   int64_t begin, end;
   uint8_t* bytes;  // piece_pixels * channels
-  float* floats;   // as many as the pattern and kBlock
+  float* floats;   // the larger of the pattern's size and kBlock
 
   [[gnu::always_inline]] void operator()() const {
     for (int64_t piece = begin; piece < end; ++piece) {

@@ -6,11 +6,12 @@
 
 namespace flatout {
 
-// The constants are a kernel argument, and this many fit into the 4 KB of older drivers. The cameras with the
-// most bands have some 220.
+// Largest number of channels. Their constants are a kernel argument, and this many fit into the 4 KB that
+// older drivers allow. The cameras with the most bands have about 220.
 inline constexpr int kMaxChannels = 240;
 
-// Images as Ts. `channels`: one for each channel, kMaxChannels at most.
+// Launches the normalization of images to Ts. `channels` has one entry for each channel, kMaxChannels at
+// most.
 template <class T>
 void launch_normalize(const ImageBatch& batch, const Channel* channels, cudaStream_t stream);
 

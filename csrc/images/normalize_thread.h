@@ -5,7 +5,7 @@
 
 namespace flatout {
 
-// Bytes of the input, in registers: words, so that a GPU takes them apart with one instruction each.
+// Bytes of the input in registers, stored as words. A GPU extracts a byte from a word with one instruction.
 template <int Count>
 struct alignas(Count) Bytes {
   static_assert(Count % 4 == 0);
@@ -18,7 +18,8 @@ struct alignas(Count) Bytes {
 
   FLATOUT_HD float get(int i) const {
 #ifdef __CUDA_ARCH__
-    // As the low byte of 2^23: conversions of integers have an eighth of the throughput.
+    // Inserts the byte as the low byte of 2^23. A conversion from an integer would have an eighth of the
+    // throughput.
     return __uint_as_float(__byte_perm(word[i / 4], 0x4B000000u, 0x7440u | (i % 4))) - 0x1.0p23f;
 #else
     return static_cast<float>(word[i / 4] >> i % 4 * 8 & 0xFFu);
@@ -26,7 +27,7 @@ struct alignas(Count) Bytes {
   }
 };
 
-// Two words as one, from the byte that `shift` (bits) names.
+// Returns the 32 bits of two words that begin at bit `shift`.
 FLATOUT_HD uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
 #ifdef __CUDA_ARCH__
   return __funnelshift_r(low, high, shift);
@@ -35,7 +36,7 @@ FLATOUT_HD uint32_t funnel(uint32_t low, uint32_t high, uint32_t shift) {
 #endif
 }
 
-// Count bytes from any address, of memory that reaches from `begin` to `end`: nothing outside it is read.
+// Loads Count bytes from any address. Reads only memory between `begin` and `end`.
 template <int Count>
 FLATOUT_HD Bytes<Count> load_bytes(const uint8_t* from, const uint8_t* begin, const uint8_t* end) {
   Bytes<Count> bytes{};
@@ -56,11 +57,11 @@ FLATOUT_HD Bytes<Count> load_bytes(const uint8_t* from, const uint8_t* begin, co
   return bytes;
 }
 
-// Divides by the same number again and again: a multiplication and a shift (Granlund and Montgomery,
+// Divisor for many divisions. Each division is a multiplication and a shift (Granlund and Montgomery,
 // "Division by invariant integers using multiplication", 1994).
 class Divisor {
  public:
-  static constexpr int64_t kLimit = int64_t{1} << 31;  // both numbers are smaller
+  static constexpr int64_t kLimit = int64_t{1} << 31;  // dividend and divisor must be smaller
 
   explicit Divisor(uint32_t divisor) {
     while (uint64_t{1} << shift_ < divisor) ++shift_;
@@ -80,7 +81,7 @@ class Divisor {
   uint32_t shift_ = 0, factor_;
 };
 
-// Two floats at a time: on a GPU one instruction rounds both to 16 bits.
+// Stores two floats. On a GPU, one instruction rounds both to 16 bits.
 template <class T>
 FLATOUT_HD void store_pair(T* to, float first, float second) {
 #ifdef __CUDA_ARCH__
@@ -100,7 +101,7 @@ FLATOUT_HD void store_pair(T* to, float first, float second) {
   store(to[1], second);
 }
 
-// A pack of the output, which begins at a 16-byte boundary; the last one may be cut short.
+// Stores a pack of the output, which begins at a 16-byte boundary. The last pack may be incomplete.
 template <class T>
 FLATOUT_HD void store_pack(const ImageBatch& batch, int64_t pack, const Pack<T>& values) {
   constexpr int kWidth = Pack<T>::kWidth;
@@ -115,11 +116,12 @@ FLATOUT_HD void store_pack(const ImageBatch& batch, int64_t pack, const Pack<T>&
   }
 }
 
-// Few channels: a thread has a group of as many pixels as a pack has elements, in all channels: C rows of the
-// input make C packs of the output. Packs of pixels that lie side by side are C packs apart, so where there
-// are several the lanes of a warp exchange them through shared memory (`stage`, 32 C packs) and store side by
-// side. Indices are frugal, in 32 bits and without a division: at 14 instructions per element of 16 bits an
-// SM that keeps up with an H200's memory issues three quarters of what it can.
+// The work of a thread for few channels. A thread has a group of as many pixels as a pack has elements, in
+// all channels. C rows of the input become C packs of the output. In interleaved output, the packs of one
+// lane are adjacent, and those of the next lane begin C packs later. So the lanes of a warp exchange packs
+// through shared memory (`stage`, 32 C packs). Then adjacent lanes store adjacent packs. Indices have 32 bits
+// and need no division, to save instructions. With 14 instructions per 16-bit element, an SM that keeps up
+// with an H200's memory issues three quarters of its maximum.
 template <class T, int C, Order In, Order Out>
 struct GroupThread {
   static constexpr uint32_t kWidth = Pack<T>::kWidth;
@@ -144,7 +146,7 @@ struct GroupThread {
 
   uint32_t groups() const { return (all_pixels + kWidth - 1) / kWidth; }
 
-  // Before the __syncwarp: the lane's own group, to the stage if there is one.
+  // Computes the lane's own group, before the __syncwarp. Writes the group to the stage if there is one.
   FLATOUT_HD void compute(const Channel (&channels)[C], uint32_t group, uint32_t lane, Pack<T>* stage) const {
     const uint32_t pixel = group * kWidth;
     if (pixel >= all_pixels) return;
@@ -169,7 +171,7 @@ struct GroupThread {
     }
   }
 
-  // After it: packs that lie side by side. `first_group` is that of lane 0.
+  // Stores adjacent packs in adjacent lanes, after the __syncwarp. `first_group` is the group of lane 0.
   FLATOUT_HD void store_staged(uint32_t first_group, uint32_t lane, const Pack<T>* stage) const {
     if constexpr (kStaged) {
       const int64_t first = int64_t{first_group} * C + lane;
@@ -185,11 +187,12 @@ struct GroupThread {
   }
 
  private:
-  // Where a pack is staged. Eight lanes take turns at the banks: a step of an odd number of packs spreads
-  // them by itself, for an even one each eight packs are shuffled their own way.
+  // Returns the place of a pack in the stage. Shared memory serves eight lanes at a time, which must use
+  // different banks. If C is odd, the eight lanes do. If C is even, each group of eight packs has a different
+  // permutation.
   FLATOUT_HD static uint32_t slot(uint32_t pack) { return C % 2 != 0 ? pack : pack ^ (pack / 8 % 8); }
 
-  // Element `i` of pack `k`.
+  // Returns element `i` of pack `k`.
   FLATOUT_HD static float value(const Row (&rows)[C], const Channel (&channels)[C], int k, int i) {
     const int element = k * kWidth + i;  // of the group, in the order of the output
     const int channel = Out == Order::kInterleaved ? element % C : k;
@@ -203,7 +206,7 @@ struct GroupThread {
     const uint8_t* first = batch.in + (kPlanar ? int64_t{image} * C * pixels + place : int64_t{pixel} * C);
     const uint32_t step = kPlanar ? pixels : kWidth;
     if (kPlanar ? place + kWidth <= pixels : pixel + kWidth <= all_pixels) {
-      // Tested once for all rows, so that the loads of all rows overlap.
+      // Alignment is tested once for all rows, so that the loads of all rows overlap.
       if ((reinterpret_cast<uintptr_t>(first) | step) % kWidth == 0) {
         FLATOUT_UNROLL
         for (int k = 0; k < C; ++k) rows[k] = *reinterpret_cast<const Row*>(first + int64_t{step} * k);
@@ -237,14 +240,15 @@ struct GroupThread {
   }
 };
 
-// Any number of channels, any sizes: a thread has a pack of the output and looks for its elements.
+// Computes one pack of the output, for any number of channels and any sizes.
 template <class T>
 FLATOUT_HD void normalize_pack(const ImageBatch& batch, const Channel* channels, int64_t pack) {
   constexpr int kWidth = Pack<T>::kWidth;
   const int64_t first = pack * kWidth, left = batch.elements() - first;
   if (left <= 0) return;
-  // The output counts through `inner` indices, then `outer` ones, then images: pixels and channels, or
-  // channels and pixels. In the input they are `inner_step` and `outer_step` apart.
+  // In the output, `inner` varies fastest, then `outer`, then the image. For planar output, `inner` is the
+  // pixel and `outer` is the channel. For interleaved output, `inner` is the channel and `outer` is the
+  // pixel. In the input, neighbors are `inner_step` or `outer_step` elements apart.
   const bool planar = batch.out_order == Order::kPlanar;
   const int64_t inner_size = planar ? batch.pixels : batch.channels;
   const int64_t outer_size = planar ? batch.channels : batch.pixels;

@@ -1,4 +1,4 @@
-// bindings.cpp: the step counter and the profiler ranges for Python.
+// bindings.cpp: bindings of the step counter and the profiler ranges for Python.
 #include "mfu/bindings.h"
 
 #include <pybind11/stl.h>
@@ -24,7 +24,7 @@ using mfu::StepCounter;
 using mfu::StepTimer;
 using mfu::Work;
 
-// None in Python where the number is not known.
+// Returns nullopt, which is None in Python, for an unknown number.
 std::optional<double> known(double value) {
   return value == value ? std::optional<double>(value) : std::nullopt;
 }
@@ -40,7 +40,7 @@ void add(StepCounter& counter, double seconds, std::optional<double> gap, double
        .phases = phases});
 }
 
-// A timer that is written in Python; it knows no phases.
+// Timer that is written in Python, and measures no phases.
 class PythonTimer final : public StepTimer {
  public:
   Token begin(std::uintptr_t) override { return call("begin").cast<Token>(); }
@@ -58,8 +58,8 @@ class PythonTimer final : public StepTimer {
   void reset() override { call("reset"); }
 
  private:
-  // At the interpreter's end a daemon thread is unwound through the call, without the GIL (before
-  // Python 3.14): what is held meanwhile is released by hand.
+  // References are counted by hand. Before Python 3.14, the end of the interpreter unwinds a daemon thread
+  // through this call. Destructors would then release references without the GIL.
   template <class... Args>
   py::object call(const char* method, Args... args) const {
     PyObject* arguments = py::make_tuple(args...).release().ptr();

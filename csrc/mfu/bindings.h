@@ -1,4 +1,4 @@
-// bindings.h: the counter's face towards python.cpp.
+// bindings.h: bindings of the step counter for Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

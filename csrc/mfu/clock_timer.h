@@ -1,4 +1,4 @@
-// clock_timer.h: the step timer on any clock whose instants may become known later.
+// clock_timer.h: the step timer for any clock. The time of an instant may become known later.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 namespace flatout::mfu {
 
 // A Clock has:
-//   Instant                        copyable, a value or a handle
-//   Instant now(stream)            the moment at which the work queued so far will be done
-//   optional<double> seconds(a, b) from a to b; nothing while not known
-//   void recycle(Instant)          it is not asked for any more
-//   bool is_recording(stream)      what is queued is recorded into a graph, not run
-//   enter()                        what must hold during any of these, for as long as the result lives
+//   Instant                        copyable; a value or a handle
+//   Instant now(stream)            returns the moment at which the work queued so far ends
+//   optional<double> seconds(a, b) returns the seconds from a to b, or nullopt while they are unknown
+//   void recycle(Instant)          frees an instant for reuse
+//   bool is_recording(stream)      true if queued work is recorded into a graph instead of run
+//   enter()                        returns a scope that must live during now(), seconds() and is_recording()
 template <class Clock>
 class ClockTimer final : public StepTimer {
   using Instant = typename Clock::Instant;
@@ -135,38 +135,38 @@ class ClockTimer final : public StepTimer {
   struct Span {
     Token token = kNext;
     Instant begun{};
-    bool alone = false;     // the time before it is not training
-    bool measured = false;  // its phases are
+    bool alone = false;     // the time before the step is not training
+    bool measured = false;  // the phases of the step are measured
     std::optional<Instant> ended;
-    std::vector<Mark> before, within;  // marks before and behind `begun`
+    std::vector<Mark> before, within;  // marks before and after `begun`
     Work work;
     double waited = 0;
   };
   using Spans = std::list<Span>;
 
   static constexpr Token kRecorded = -1;
-  // A loop that only reads its loader marks without ever beginning a step. Where there were more marks than
-  // that, the phases of the step behind them are not measured.
+  // Limit of the marks before a step. A loop that only reads its loader adds marks and never begins a step.
+  // If the limit is reached, the phases of the next step are not measured.
   static constexpr std::size_t kMostAhead = 256;
 
-  // Seldom more than one is open.
+  // A linear search is enough, because rarely more than one step is open.
   typename Spans::iterator find(Token token) {
     return std::find_if(open_.begin(), open_.end(), [&](const Span& step) { return step.token == token; });
   }
 
   bool measures_next() const {
-    // The first step of a job warms everything up.
+    // The first step of a job is a warm-up, so its phases are measured only if all steps are measured.
     return phases_every_ > 0 && begun_ % phases_every_ == (phases_every_ > 1 ? 1 : 0);
   }
 
-  // Hands over what is known, in the order in which steps finished.
+  // Adds finished steps with known times to the counter, in the order in which they finished.
   void settle() {
     while (!pending_.empty()) {
       Span& span = pending_.front();
       const std::optional<Step> step = finished_step(span);
       if (!step) return;
       counter_.add(*step);
-      if (!last_end_ || !(step->gap + step->seconds < 0)) {  // the last of all ends, when steps overlap
+      if (!last_end_ || !(step->gap + step->seconds < 0)) {  // keeps the latest end if steps overlap
         recycle(last_end_);
         last_end_ = std::exchange(span.ended, std::nullopt);
       }
@@ -175,14 +175,15 @@ class ClockTimer final : public StepTimer {
   }
 
   std::optional<Step> finished_step(const Span& span) const {
-    const Instant ended = span.ended.value_or(span.begun);  // there is one: the step is finished
+    const Instant ended = span.ended.value_or(span.begun);  // a finished step has an end
     const std::optional<double> duration = clock_.seconds(span.begun, ended);
     const std::optional<double> since_end = last_end_ ? clock_.seconds(*last_end_, span.begun) : kUnknown;
     if (!duration || !since_end) return std::nullopt;
     Step step{
         .work = span.work, .seconds = *duration, .gap = *since_end, .waited = span.waited, .phases = {}};
     if (span.alone && !(*since_end < 0)) {
-      // Training goes on with the wait for the batch; what of it another step overlapped is counted there.
+      // Training resumes with the wait for the batch. Another step counts the part of this wait that it
+      // overlaps.
       if (span.before.empty()) {
         step.gap = kUnknown;
         step.waited = std::fmin(span.waited, *since_end);
@@ -196,8 +197,8 @@ class ClockTimer final : public StepTimer {
     return step;
   }
 
-  // The stretches between the marks, over all the time that counts for the step. Marks that other streams or
-  // threads put elsewhere move to its nearest moment.
+  // Adds the times between marks to the phases, over all the time that counts for the step. Marks of other
+  // streams or threads may be outside this time or out of order. Such marks move to the nearest valid moment.
   bool add_phases(const Span& span, Step& step) const {
     PhaseSeconds& phases = step.phases.emplace();
     const double end = std::max(step.seconds, 0.0);  // all in seconds from `begun`
@@ -253,10 +254,10 @@ class ClockTimer final : public StepTimer {
   std::int64_t phases_every_ = 0;
   Clock clock_;
   std::mutex mutex_;
-  Spans open_, pending_, spare_;  // under way, waiting for the clock, to be used again
+  Spans open_, pending_, spare_;  // running, waiting for the clock, free for reuse
   Token last_token_ = kNext;
   std::int64_t begun_ = 0;
-  std::vector<Mark> ahead_;  // of the step that begins next
+  std::vector<Mark> ahead_;  // marks of the step that begins next
   std::optional<Instant> last_end_;
   double waited_ = 0;
   bool alone_ = true;

@@ -1,4 +1,4 @@
-// counter.cpp: the arithmetic behind every rate that flatout shows.
+// counter.cpp: the arithmetic of every rate that flatout reports.
 #include "mfu/counter.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ void Sums::Known::add(double more, double period) {
 }
 
 void Sums::add(const Step& step) {
-  // A wait stalls the device only as far as it shows in the gap: what a busy device did not notice costs
+  // A wait stalls the device only for the part that is visible in the gap. A wait beside a busy device costs
   // nothing.
   const double period = step.seconds + step.lead();
   ++steps_;
@@ -71,7 +71,8 @@ Counter::Counter(std::size_t window) : capacity_(window) {
 }
 
 void Counter::add(Step step) {
-  // Two streams can put an end before its beginning, two threads before the end of a step that is counted.
+  // With two streams, a step can end before its beginning. With two threads, a step can end before the end of
+  // a step that is already counted.
   step.seconds = std::max(step.seconds, 0.0);
   if (step.gap < -step.seconds) step.gap = -step.seconds;
 

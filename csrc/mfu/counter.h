@@ -1,5 +1,5 @@
-// counter.h: what training steps took, as a rolling window and as totals. Times come from outside
-// (step_timer.h).
+// counter.h: times and work of training steps, over a rolling window and in total. step_timer.h measures the
+// times.
 #pragma once
 
 #include <array>
@@ -15,35 +15,35 @@ namespace flatout::mfu {
 
 inline constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
-// What the time of a step goes to; kHostIdle is what no other phase covers. The Python face names them in
+// Phases of a step. kHostIdle is the time that no other phase covers. Python has the names of the phases in
 // this order.
 enum class Phase : std::uint8_t { kLoaderWait, kH2d, kForward, kBackward, kUpdate, kHostIdle };
 inline constexpr std::size_t kPhases = 6;
 using PhaseSeconds = std::array<double, kPhases>;
 
-// What a step did.
+// Work of a step.
 struct Work {
   std::int64_t samples = 0;
   std::int64_t tokens = 0;
-  double flops = kUnknown;           // of the model, NaN when not known
-  double hardware_flops = kUnknown;  // what is computed again included
+  double flops = kUnknown;           // of the model; NaN if unknown
+  double hardware_flops = kUnknown;  // including recomputation
 };
 
 // One finished step.
 struct Step {
   Work work;
-  double seconds = 0;     // from its beginning to its end, on the device's clock
-  double gap = kUnknown;  // seconds of the device between the last end of a step and its beginning: negative
-                          // where steps overlap, NaN where it is not training time (nothing before, an
-                          // evaluation in between)
-  double waited = 0;      // seconds that the host waited for the loader meanwhile
-  std::optional<PhaseSeconds> phases;  // of gap and step, where they were measured
+  double seconds = 0;  // from the step's beginning to its end, on the device's clock
+  // Seconds of the device from the last end of a step to the beginning of this step. Negative if steps
+  // overlap. NaN if this is not training time: before the first step, or after an evaluation.
+  double gap = kUnknown;
+  double waited = 0;                   // seconds that the host waited for the loader since the step before
+  std::optional<PhaseSeconds> phases;  // of gap and step, if measured
 
-  // Seconds before its beginning that count. No time counts twice.
+  // Returns the seconds before the step's beginning that count for the step. No time counts twice.
   double lead() const { return std::isnan(gap) ? waited : gap; }
 };
 
-// Rates over a number of steps; NaN where nothing is known.
+// Rates over a number of steps. An unknown rate is NaN.
 struct Reading {
   std::int64_t steps = 0;
   std::int64_t samples = 0;
@@ -53,22 +53,22 @@ struct Reading {
   double samples_per_second = kUnknown;
   double tokens_per_second = kUnknown;
   double flops_per_second = kUnknown;           // over the steps whose FLOPs are known
-  double hardware_flops_per_second = kUnknown;  // likewise
+  double hardware_flops_per_second = kUnknown;  // over the steps whose hardware FLOPs are known
   double stall_fraction = kUnknown;             // 0..1: waits for the loader / seconds
   std::int64_t phase_steps = 0;                 // steps whose phases were measured
-  PhaseSeconds phases{};                        // their mean
+  PhaseSeconds phases{};                        // mean over these steps
 };
 
 // Sums over steps.
 class Sums {
  public:
   void add(const Step& step);
-  // All but step_seconds.
+  // Returns all values but step_seconds.
   Reading reading() const;
   double step_seconds() const { return step_seconds_; }
 
  private:
-  // FLOPs and the time of the steps that they are known of.
+  // FLOPs and time of the steps whose FLOPs are known.
   struct Known {
     double flops = 0, seconds = 0;
     void add(double more, double period);
@@ -81,7 +81,7 @@ class Sums {
   PhaseSeconds phases_{};
 };
 
-// Thread-safe.
+// Counter of steps over a rolling window and in total. Thread-safe.
 class Counter {
  public:
   explicit Counter(std::size_t window);  // at least 1
@@ -95,7 +95,7 @@ class Counter {
  private:
   mutable std::mutex mutex_;
   const std::size_t capacity_;
-  std::vector<Step> ring_;  // the last `capacity_` steps, the oldest at `oldest_` once it is full
+  std::vector<Step> ring_;  // the last `capacity_` steps; the oldest is at `oldest_` if it is full
   std::size_t oldest_ = 0;
   Sums total_;
 };

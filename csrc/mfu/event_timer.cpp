@@ -1,4 +1,5 @@
-// event_timer.cpp: step times on the GPU's clock: CUDA events on the step's stream, polled, never waited for.
+// event_timer.cpp: step times on the GPU's clock, from CUDA events on the step's stream. The host polls the
+// events and never waits for them.
 #include "mfu/step_timer.h"
 
 #ifndef FLATOUT_WITH_CUDA
@@ -22,14 +23,14 @@ std::unique_ptr<StepTimer> make_event_timer(Counter&, int) {
 namespace flatout::mfu {
 namespace {
 
-// A pool of events; it grows to as many as the host ever was ahead of the device.
+// Clock with a pool of events. The further the host is ahead of the device, the more events the pool holds.
 class EventClock {
  public:
   using Instant = cudaEvent_t;
 
   explicit EventClock(int device) : device_(device) {
     const DeviceGuard guard(device_);
-    spare_.push_back(create());  // fails here, not in the first step, where the driver is too old
+    spare_.push_back(create());  // if the driver is too old, fails here instead of in the first step
   }
 
   // A forked child must not call CUDA.
@@ -52,7 +53,8 @@ class EventClock {
     return event;
   }
 
-  // Nothing while the device has not reached both; on different streams the later one may come first.
+  // Returns nullopt until the device has reached both events. The result is negative if events on different
+  // streams are reached in the other order.
   std::optional<double> seconds(Instant from, Instant to) const {
     float milliseconds = 0;
     const cudaError_t status = cudaEventElapsedTime(&milliseconds, from, to);
@@ -75,7 +77,7 @@ class EventClock {
     cudaEvent_t event = nullptr;
     check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");
     all_.push_back(event);
-    spare_.reserve(all_.size());  // recycling never fails
+    spare_.reserve(all_.size());  // so that recycling cannot fail
     return event;
   }
 

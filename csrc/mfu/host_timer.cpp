@@ -1,5 +1,4 @@
-// host_timer.cpp: step times on the host's steady clock, for devices that work while the host waits (the
-// CPU).
+// host_timer.cpp: step times on the host's steady clock, for the CPU, whose work ends before a call returns.
 #include <chrono>
 
 #include "mfu/clock_timer.h"

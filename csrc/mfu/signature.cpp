@@ -1,5 +1,5 @@
-// signature.cpp: see signature.h. Tensors are read through their Python attributes: this module knows no
-// torch.
+// signature.cpp: implementation of signature.h. This module does not use torch, so it reads tensors through
+// their Python attributes.
 #include "mfu/signature.h"
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class Signature {
     words_.reserve(32);
   }
 
-  // False with Python's error set.
+  // After a failure, sets Python's error and returns false.
   bool add(PyObject* value) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(value)) == tensor_) return add_tensor(value);
     if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) return add_all(value);
@@ -53,7 +53,8 @@ class Signature {
  private:
   static py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
 
-  // Of a tuple or a list. Python code may run on the way, and a list may be another one by then.
+  // Adds all parts of a tuple or a list. Python code may run meanwhile and change a list, so each pass reads
+  // the size again.
   bool add_all(PyObject* parts) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(parts); ++i) {
       if (!add_nested(PySequence_Fast_GET_ITEM(parts, i))) return false;
@@ -72,8 +73,8 @@ class Signature {
 
   bool add_nested(PyObject* value) {
     if (Py_EnterRecursiveCall(" in a batch") != 0) return false;
-    // Its container may let go of it meanwhile. By hand: a daemon thread is unwound through here, without the
-    // GIL, where the interpreter ends (before Python 3.14).
+    // The container may release the value meanwhile. The reference is counted by hand. Before Python 3.14,
+    // the end of the interpreter unwinds a daemon thread through here, without the GIL.
     Py_INCREF(value);
     const bool added = add(value);
     Py_DECREF(value);
@@ -93,14 +94,14 @@ class Signature {
     words_.push_back(dimensions);
     for (Py_ssize_t i = 0; i < dimensions; ++i) {
       PyObject* size = PyTuple_GET_ITEM(shape.ptr(), i);
-      // A ragged dimension is no number, but its hash is equal where the tensors' raggedness is the same.
-      // Hashes are small numbers: negative they are no other tensor's size.
+      // A ragged dimension is not an int. Its hash is equal for tensors with the same ragged structure.
+      // Hashes are small numbers >= 0, so a complement is negative and differs from all sizes.
       words_.push_back(PyLong_Check(size) ? PyLong_AsLongLong(size) : ~PyObject_Hash(size));
       if (PyErr_Occurred() != nullptr) return false;
     }
     const auto dtype = steal(PyObject_GetAttr(tensor, names.dtype));
     if (!dtype) return false;
-    words_.push_back(reinterpret_cast<std::intptr_t>(dtype.ptr()));  // dtypes live forever
+    words_.push_back(reinterpret_cast<std::intptr_t>(dtype.ptr()));  // dtypes are never freed
     const auto requires_grad = steal(PyObject_GetAttr(tensor, names.requires_grad));
     if (!requires_grad) return false;
     words_.push_back(requires_grad.ptr() == Py_True);

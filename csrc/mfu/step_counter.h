@@ -1,4 +1,4 @@
-// step_counter.h: a counter with its timer, as Python's loops use it.
+// step_counter.h: a counter and its timer, for training loops in Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@
 
 namespace flatout::mfu {
 
-// Every call takes a few hundred nanoseconds and waits for nothing: the GIL stays held.
+// Counter with its timer. A call takes a few hundred nanoseconds and never waits, so it keeps the GIL.
 class StepCounter {
  public:
   using Token = StepTimer::Token;
@@ -23,14 +23,16 @@ class StepCounter {
   explicit StepCounter(std::size_t window)
       : counter_(window), own_(make_host_timer(counter_)), timer_(own_.get()) {}
 
-  // Instead of the host's clock. `current_stream(device)` is the cudaStream_t that work goes to.
+  // Replaces the host's clock with CUDA events. `current_stream(device)` must return the cudaStream_t of new
+  // work.
   void use_events(int device, pybind11::object current_stream) {
     own_ = make_event_timer(counter_, device);
     timer_ = own_.get();
     current_stream_ = std::move(current_stream);
     device_ = pybind11::int_(device);
   }
-  // A timer of Python's, which the caller keeps alive; it hands its steps to `add`.
+  // Uses a timer that is written in Python and passes its steps to `add`. The caller must keep the timer
+  // alive.
   void use_timer(StepTimer* timer) { timer_ = timer; }
 
   void measure_phases_every(std::int64_t steps) {

@@ -1,4 +1,4 @@
-// step_types.cpp: see step_types.h.
+// step_types.cpp: implementation of step_types.h.
 #include "mfu/step_types.h"
 
 #include <array>
@@ -22,13 +22,13 @@ std::array<PyObject*, kPhases> phase_names{};  // interned
 PyObject* all_phase_names = nullptr;           // joined, for errors
 PyTypeObject* step_type = nullptr;
 PyTypeObject* phase_type = nullptr;
-PyObject* unheard = nullptr;  // a Phase without measurement and profiler
+PyObject* unheard = nullptr;  // the Phase for steps without measurement and profiler
 
 // The arguments of show_ranges().
 PyObject* profiler_state = nullptr;
 PyObject* range_type = nullptr;
 
-// The callable that makes a profiler range, borrowed. Null without a profiler.
+// Returns the callable that makes a profiler range, borrowed. Returns null without a profiler.
 PyObject* make_range_if_heard() {
   static const bool tool = nvtx::listens();
   static PyObject* const flag = PyUnicode_InternFromString("_is_profiler_enabled");
@@ -36,7 +36,7 @@ PyObject* make_range_if_heard() {
   return tool || PyDict_GetItem(profiler_state, flag) == Py_True ? range_type : nullptr;
 }
 
-// Both hold the counter's Python object, and a range where a profiler listens.
+// A phase and a step hold the counter's Python object, and a range if a profiler listens.
 struct PhaseObject {
   PyObject_HEAD PyObject* owner;
   StepCounter* counter;  // null: unheard
@@ -76,7 +76,7 @@ bool leave(PyObject* range) {
          succeeded(PyObject_CallMethod(range, "__exit__", "OOO", Py_None, Py_None, Py_None));
 }
 
-// The owner of a function that bind_to made.
+// The owner of a function from bind_to.
 struct Bound {
   explicit Bound(PyObject* capsule)
       : counter(static_cast<StepCounter*>(PyCapsule_GetPointer(capsule, nullptr))),
@@ -87,7 +87,7 @@ struct Bound {
 
 // -- Phase -------------------------------------------------------------------------------------------
 
-// Which phase `name` is, or an error.
+// Returns the number of the phase `name`, or sets an error.
 std::optional<std::int64_t> number_of(PyObject* name) {
   for (std::size_t i = 0; i < kPhases; ++i) {
     if (name == phase_names[i]) return i;
@@ -155,7 +155,7 @@ void step_dealloc(PyObject* self) {
   release(self);
 }
 
-// Or an error.
+// Returns true if the step has begun, otherwise sets an error.
 bool is_entered(const StepObject* step) {
   if (step->token != StepTimer::kNext) return true;
   PyErr_SetString(PyExc_RuntimeError, "the step has not begun: with counter.step(...) as step");
@@ -204,7 +204,7 @@ PyObject* step_phase(PyObject* self, PyObject* name) {
 
 // -- StepCounter's makers ----------------------------------------------------------------------------
 
-// A number of something, >= 0.
+// Reads an integer >= 0, or sets an error and returns false.
 bool read_count(PyObject* value, const char* name, std::int64_t& count) {
   count = from_python<std::int64_t>(value);
   if (PyErr_Occurred() != nullptr) return false;
@@ -212,7 +212,8 @@ bool read_count(PyObject* value, const char* name, std::int64_t& count) {
   return count >= 0;
 }
 
-// What only a FlopCount has, a number has not; null without an error where it is one.
+// Returns the attribute `total` of a FlopCount. Returns null without an error if there is no such attribute,
+// as for a number.
 PyObject* total_of(PyObject* value) {
   static PyObject* const name = PyUnicode_InternFromString("total");
   if (PyFloat_Check(value) || PyLong_Check(value)) return nullptr;
@@ -221,7 +222,7 @@ PyObject* total_of(PyObject* value) {
   return total;
 }
 
-// None, a number, or a FlopCount.
+// Reads None, a number or a FlopCount.
 bool read_flops(PyObject* value, Work& work) {
   if (value == Py_None) return true;
   if (const auto total = py::reinterpret_steal<py::object>(total_of(value))) {
@@ -288,13 +289,14 @@ std::array<PyMethodDef, 4> step_methods = {{
     {"__exit__", as_method(step_exit), METH_FASTCALL, nullptr},
     {"phase", step_phase, METH_O,
      "phase($self, name, /)\n--\n\n"
-     "Tells what the step does inside the block: a name of `flatout.mfu.Phases`, such as \"forward\".\n\n"
-     "It is a range for profilers too. A phase does not nest in another.\n\n"
-     "Raises:\n    ValueError: there is no such phase."},
+     "Time a phase of the step: `with step.phase(\"forward\"): ...`.\n\n"
+     "The block is also a range for profilers. Phases do not nest.\n\n"
+     "Raises:\n    ValueError: `name` is not in `PHASES`."},
     {nullptr, nullptr, 0, nullptr},
 }};
 
-// The module's for as long as the process lives, as `name` must, to which Python 3.10 keeps the pointer.
+// Makes a type that lives until the process ends. `name` must live as long, because Python 3.10 keeps the
+// pointer to `name`.
 PyTypeObject* make_type(py::module_& m, const char* name, std::size_t size, PyMethodDef* methods,
                         destructor dealloc, const char* doc) {
   std::array<PyType_Slot, 4> slots = {{{Py_tp_methods, methods},

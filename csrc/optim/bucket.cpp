@@ -1,4 +1,4 @@
-// bucket.cpp: the tensors of optimizer steps, checked once; and the operators that know buckets by number.
+// bucket.cpp: the tensors of optimizer steps, which are checked once, and the operators on numbered buckets.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
@@ -22,7 +22,8 @@ bool is_strided(const Tensor& tensor) {
   return layout == strided;
 }
 
-// Detached tensors over the same memory. They keep this memory even after `tensor.data = other`.
+// Returns detached tensors over the same memory. These aliases keep the memory even after `tensor.data =
+// other`.
 TensorList aliases_of(const TensorList& tensors) {
   TensorList aliases;
   aliases.reserve(tensors.size());
@@ -243,7 +244,7 @@ bool Bucket::are_apart(std::vector<Extent> extents) {
 }
 
 void Bucket::step(const StepNumbers& numbers) {
-  // Released even if the step throws.
+  // The gradients are released even if the step throws.
   const std::vector<FlatTensor> tensors = std::exchange(held_, {});
   const TensorList grads = std::exchange(grads_, {});
   if (tensors.empty()) return;
@@ -291,13 +292,13 @@ class Registry {
   int64_t last_ = 0;
 };
 
-// Never destroyed: tensors must not be freed after torch has been.
+// Never destroyed, because the tensors must not be freed after torch's static objects.
 Registry& registry() {
   static Registry& instance = *new Registry;
   return instance;
 }
 
-// Takes `grads`, the list that torch made for this call.
+// Moves from `grads`, because torch has made this list for the call.
 int64_t set_grads(int64_t bucket, TensorList& grads, const std::vector<int64_t>& which) {
   return static_cast<int64_t>(registry().find(bucket)->set_grads(std::move(grads), which));
 }
@@ -330,8 +331,8 @@ std::shared_ptr<Bucket> find_bucket(int64_t number) { return registry().find(num
 
 namespace {
 
-// Gradients whose memory holds the negative (torch's negation bit): torch would pass copies that do not
-// outlive the call.
+// Rejects gradients whose memory does not hold their values: zero tensors, and tensors with torch's negation
+// bit. torch would pass copies that do not outlive the call.
 int64_t not_in_memory(int64_t, const TensorList&, const std::vector<int64_t>&) {
   return static_cast<int64_t>(Bucket::Fit::kNotNative);
 }

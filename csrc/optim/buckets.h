@@ -10,7 +10,7 @@ namespace flatout {
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket);
 std::shared_ptr<Bucket> find_bucket(int64_t number);
 
-// The operator make_bucket, for the device of a class of buckets.
+// The operator make_bucket, for the device of the bucket class B.
 template <class B>
 int64_t make_bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
                     const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,

@@ -19,7 +19,7 @@ namespace flatout {
 
 inline constexpr uint32_t kDynamicBlock = 256;  // elements with one absmax
 
-// The scale of one block's numbers: its absmax, and the inverse for encoding.
+// The absmax of a block, and its inverse for encoding.
 struct DynamicScale {
   float absmax, inverse;
 
@@ -68,7 +68,7 @@ struct Dynamic8 {
     const int offset = Signed ? code - 127 : code + 1;
     const int bin = offset < 0 ? -offset : offset;
     const float twice = static_cast<float>(2 * bin);
-    const uint32_t bits = detail::bit_cast<uint32_t>(twice);  // lowest three of its exponent: the decade
+    const uint32_t bits = detail::bit_cast<uint32_t>(twice);  // the exponent's lowest three bits: the decade
     const float twice_bins = detail::bit_cast<float>(bits & 0x7F800000u);
     constexpr float kLeast = Signed ? 5e-8f : 5e-9f;
     float multiple = (9 * twice - 8 * twice_bins + 9) * ((bits >> 23 & 1u) != 0 ? 5.0f : 1.0f) *
@@ -93,7 +93,7 @@ struct Dynamic8 {
   static constexpr float kNearZero = 0.275e-6f;
   static constexpr float kNinth = 0x1.c71c74p-4f;  // 1 / 9, rounded up for multiples of 9
 
-  // All in float: for integers, compilers would emit one selection for each multiple.
+  // All values are floats. For integers, compilers would emit one selection for each multiple.
   template <int Decade>
   FLATOUT_HD static void find_decade(float magnitude, float& scale, float& bins) {
     if constexpr (Decade <= kLast) {

@@ -1,4 +1,4 @@
-// dynamic8_cpu.cpp: whole tensors into 8 bits and back, where an optimizer's state is converted.
+// dynamic8_cpu.cpp: conversion of whole tensors into 8 bits and back on the CPU, for optimizer state.
 #include <torch/csrc/stable/library.h>
 
 #include "core/cpu.h"

@@ -1,9 +1,10 @@
 // rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. The
 // arithmetic rounds and fuses where torch.optim's operations do.
 //
-// A *config* holds what a whole step shares; `at(step)` derives from it the *rule* for tensors at one step
-// count: a handful of numbers in the compute type. A rule updates one element, given as its streams x = {w,
-// g, state...}. To add an optimizer: its rule and config here, and a line in RuleName and with_config.
+// A *config* holds the settings of a whole step. Its function `at(step)` returns the *rule* for tensors at
+// one step count: a few numbers in the compute type. A rule updates one element, given as x = {weight,
+// gradient, states...}. To add an optimizer, add its rule and config here, and extend RuleName, rule_named
+// and with_config.
 #pragma once
 
 #include <cmath>
@@ -18,7 +19,7 @@ namespace flatout {
 
 inline constexpr int kMaxStates = 3;
 
-// What every optimizer's step is told.
+// Settings that the steps of all optimizers have.
 struct StepConfig {
   DeviceScalar lr, grad_factor;
   const float* found_inf = nullptr;  // a step with *found_inf != 0 changes nothing
@@ -26,20 +27,21 @@ struct StepConfig {
   bool maximize = false;
   bool unscale_grads = false;  // multiplies gradients in memory by grad_factor, even in a skipped step
   double ema_decay = 0;
-  bool stochastic = false;  // 16-bit results are rounded by chance, with bits that `seed` determines
+  bool stochastic = false;  // 16-bit results are rounded stochastically, with bits from `seed`
   uint64_t seed = 0;
 
-  // What gradients are multiplied with.
+  // Returns the factor of all gradients.
   FLATOUT_HD double factor() const { return maximize ? -grad_factor.get() : grad_factor.get(); }
 };
 
-// A gradient with coupled weight decay. Without it an infinite weight has no say: 0 x inf would be NaN.
+// Returns a gradient with coupled weight decay. Without decay, the weight is not used, because 0 x inf would
+// be NaN.
 template <class Acc>
 FLATOUT_HD Acc with_decay(Acc gradient, Acc l2, Acc weight) {
   return l2 == 0 ? gradient : fused_multiply_add(l2, weight, gradient);
 }
 
-// Adam and AdamW as torch.optim defines them; the coefficients of the variant that is off are neutral.
+// Adam and AdamW, as torch.optim defines them. AdamW has l2 = 0, and Adam has keep = 1.
 template <class Acc, bool Amsgrad>
 struct AdamRule {
   using acc = Acc;
@@ -58,7 +60,7 @@ struct AdamRule {
     const Acc v = fused_multiply_add(new2 * g, g, beta2 * x[3]);
     Acc largest = v;
     if constexpr (Amsgrad) {
-      largest = (v > x[4] || v != v) ? v : x[4];  // NaN spreads, as in torch.maximum
+      largest = (v > x[4] || v != v) ? v : x[4];  // NaN propagates, as in torch.maximum
       x[4] = largest;
     }
     x[0] = x[0] * keep - step_size * m / (root(largest) * inv_bias2 + eps);
@@ -83,7 +85,7 @@ struct AdamConfig : StepConfig {
         eps(options[2]),
         decoupled(options[3] != 0) {}
 
-  // Calls body with a null pointer of the rule's type; false when tensors cannot have that many states.
+  // Calls body with a null pointer of the rule's type. Returns false if tensors cannot have that many states.
   template <class Acc, class Body>
   bool with_rule(int states, const Body& body) const {
     if (states == 2) return body(static_cast<AdamRule<Acc, false>*>(nullptr)), true;
@@ -109,15 +111,16 @@ struct AdamConfig : StepConfig {
   }
 };
 
-// torch.optim.SGD. Its buffer is the bare gradient in the first step *taken*, whatever the dampening: a step
-// count per tensor says which one that is, because the host cannot know whether the device skipped.
+// torch.optim.SGD. The first step that is not skipped sets the momentum buffer to the gradient, without
+// dampening. Only the device knows which steps it has
+// skipped. So each tensor has a step count on the device.
 template <class Acc, bool Momentum, bool Nesterov>
 struct SgdRule {
   using acc = Acc;
   static constexpr int kStates = Momentum ? 1 : 0;  // momentum_buffer
   Acc factor, l2, lr;
-  Acc keep;   // of the buffer: momentum, 0 in the first step
-  Acc add;    // of the gradient: 1 - dampening, 1 in the first step
+  Acc keep;   // factor of the buffer: momentum, or 0 in the first step
+  Acc add;    // factor of the gradient: 1 - dampening, or 1 in the first step
   Acc ahead;  // momentum, for Nesterov's look ahead
 
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
@@ -147,8 +150,8 @@ struct SgdConfig : StepConfig {
     return true;
   }
 
-  // Without step counts `step` is never 1: with buffers that start as zeros, only dampening makes the first
-  // step differ from the others.
+  // Without step counts, `step` is never 1. Then the buffers must start as zeros, and dampening must be 0, so
+  // that the first step needs no other factors.
   template <class Rule>
   FLATOUT_HD Rule at(double step) const {
     using Acc = typename Rule::acc;
@@ -164,7 +167,8 @@ struct SgdConfig : StepConfig {
   }
 };
 
-// Chen et al., "Symbolic discovery of optimization algorithms" (2023), program 1; decoupled decay.
+// Chen et al., "Symbolic discovery of optimization algorithms" (2023), program 1, with decoupled weight
+// decay.
 template <class Acc>
 struct LionRule {
   using acc = Acc;
@@ -175,7 +179,7 @@ struct LionRule {
   FLATOUT_HD void operator()(Acc (&x)[2 + kStates]) const {
     const Acc g = x[1] * factor;
     const Acc c = fused_multiply_add(new1, g, beta1 * x[2]);
-    const Acc sign = c > 0 ? Acc(1) : c < 0 ? Acc(-1) : c;  // of 0 and NaN: itself, as torch.sign
+    const Acc sign = c > 0 ? Acc(1) : c < 0 ? Acc(-1) : c;  // 0 and NaN stay as they are
     x[0] = x[0] * keep - lr * sign;
     x[2] = fused_multiply_add(new2, g, beta2 * x[2]);
   }
@@ -219,7 +223,7 @@ inline RuleName rule_named(const std::string& name) {
   throw std::invalid_argument("rule must be adam, sgd or lion, got " + name);
 }
 
-// Calls body with the config of a rule, made of what all steps share and the rule's own options.
+// Calls body with the config of a rule, made from the common settings and the rule's options.
 template <class Body>
 void with_config(RuleName rule, const StepConfig& common, const std::vector<double>& options,
                  const Body& body) {

@@ -1,4 +1,5 @@
-// step.h: the tensors of an optimizer step: checked once, before anything is changed, then plain data.
+// step.h: the tensors of an optimizer step. A bucket checks the tensors once, before anything is changed, and
+// then keeps plain data.
 #pragma once
 
 #include <optional>
@@ -11,7 +12,7 @@
 
 namespace flatout {
 
-// The numbers of a step, as the operators take them.
+// The numbers of a step, as arguments of the operator step_bucket_.
 struct StepNumbers {
   std::vector<double> options;
   double lr;
@@ -24,8 +25,9 @@ struct StepNumbers {
   bool unscale_grads;
 };
 
-// Parameters of one device and dtype, with states, masters and averages. Keeps their memory alive, and checks
-// before each step that the caller's tensors still use this memory. Not thread-safe.
+// Parameters of one device and dtype, with states, masters and averages. A bucket keeps the memory of these
+// tensors alive. Before each step, the bucket checks that the caller's tensors still use this memory. Not
+// thread-safe.
 class Bucket {
  public:
   Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
@@ -42,7 +44,7 @@ class Bucket {
   // Updates the weights whose gradients were set, and releases the gradients.
   void step(const StepNumbers& numbers);
 
-  // One verdict over gradients on the bucket's device.
+  // Runs one check over gradients on the bucket's device.
   virtual CheckResult check(const Check& check) const = 0;
 
   // Addresses at which a gradient begins and ends.
@@ -53,7 +55,7 @@ class Bucket {
 
   const Tensor& leader() const { return streams_[0].kept[0]; }
   const std::vector<FlatTensor>& held() const { return held_; }
-  // Which tensors gradients were set for last; empty: all.
+  // Indices of the tensors whose gradients were set last. Empty means all tensors.
   const std::vector<int64_t>& which() const { return which_; }
   ScalarType grad_dtype() const { return grad_dtype_; }
 
@@ -85,7 +87,7 @@ class Bucket {
   TensorList steps_, kept_steps_;
   std::vector<FlatTensor> flat_;  // without gradients
   std::vector<char> contiguous_;  // of the weights
-  std::vector<FlatTensor> held_;  // those that gradients were set for
+  std::vector<FlatTensor> held_;  // tensors whose gradients are set
   TensorList grads_;              // of held_
   std::vector<int64_t> which_;
   std::vector<Extent> apart_;

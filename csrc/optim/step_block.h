@@ -31,8 +31,8 @@ struct BlockStart {
   Extras<compute_t<T>> extras;
 };
 
-// Writes to `start` part by part. A returned value would stay in registers, which would cost a kernel
-// threads.
+// Writes to `start` part by part. A returned value would stay in registers, which would lower the occupancy
+// of kernels.
 template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
                             uint32_t t, uint32_t chunk, const Config& config, const Storage& storage) {
@@ -55,8 +55,8 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
 }
 
 // Multiplies gradients in memory by the factor. Runs right after the step over the same chunk, so that it
-// reads from L2. Inside the step it would take registers, which would cost kernels up to half of their
-// threads even where they do not write gradients.
+// reads from L2. Inside the step, this work would take registers. Kernels would lose up to half of their
+// occupancy, even kernels that do not write gradients.
 template <class T, class Rule>
 FLATOUT_HD void unscale_thread(const BlockStart<T, Rule>& start, uint32_t thread, uint32_t threads) {
   const compute_t<T> factor = start.extras.unscale;

@@ -11,14 +11,15 @@ namespace flatout {
 enum class Kind {
   kPlain,
   kExtended /* averages, 16-bit companions */,
-  kRandom /* random rounding as well */,
-  kCodes /* states in 8 bits, and what kExtended can */,
-  kRandomCodes /* states in 8 bits, and what kRandom can */
+  kRandom /* as kExtended, with stochastic rounding */,
+  kCodes /* as kExtended, with states in 8 bits */,
+  kRandomCodes /* as kRandom, with states in 8 bits */
 };
 template <Kind K>
 inline constexpr bool kHasCodes = K == Kind::kCodes || K == Kind::kRandomCodes;
 
-// Streams of a kernel: weight, gradient, states; unless it is plain, average and 16-bit companion.
+// Number of streams of a kernel: weight, gradient and states. Kernels that are not plain also have an average
+// and a 16-bit companion.
 template <class Rule, Kind K>
 inline constexpr int kStreamsOf = 2 + Rule::kStates + (K == Kind::kPlain ? 0 : 2);
 
@@ -84,7 +85,7 @@ struct VectorBits {
       for (int l = 0; l < kWidth; ++l) to[l] = lane[l];
     }
   }
-  // The lanes as Elements; a copy that compilers keep in registers.
+  // The lanes as Elements. Compilers keep this copy in registers.
   template <class Element>
   struct Lanes {
     Element lane[kWidth];
@@ -110,7 +111,7 @@ struct StepThread {
   static constexpr int kCore = kStreamsOf<Rule, Kind::kPlain>;
   static constexpr int kAverage = kCore, kLow = kCore + 1;
   static constexpr int kWidth = VectorBits<T>::kWidth;
-  static constexpr int kAtOnce = kWidth < 4 ? kWidth : 4;  // lanes computed together: more cost registers
+  static constexpr int kAtOnce = kWidth < 4 ? kWidth : 4;  // lanes computed together; more cost registers
   static constexpr bool kRemainder = K != Kind::kPlain && std::is_same_v<T, bf16>;
   static constexpr bool kRandom = K == Kind::kRandom && std::is_same_v<T, bf16>;
   // 16-bit buckets may hold streams of the compute type as well.
@@ -118,7 +119,7 @@ struct StepThread {
 
   const Rule& rule;
   const Extras<Acc>& extras;
-  char* stream[kStreams];  // at the chunk's first element; null where there is none
+  char* stream[kStreams];  // at the chunk's first element; null: no such stream
   int64_t begin;           // the chunk's first element in its tensor
   uint32_t count;
 
@@ -133,7 +134,7 @@ struct StepThread {
 
   FLATOUT_HD void run(uint32_t thread, uint32_t threads) const {
     Split split = split_chunk(stream[0], size_of(0), kWidth, count);
-    // A vector's random bits are one group's; chunks begin with a group.
+    // All random bits of a vector must come from one group. Each chunk begins with a group.
     if (kRandom && split.head % kGroup != 0) split = {count, 0, count};
     uint32_t aligned = 0;
     for (int s = 0; s < kStreams; ++s)
@@ -146,7 +147,7 @@ struct StepThread {
                                                 [&](auto batch, uint32_t i, uint32_t stride) {
                                                   update_vectors<decltype(batch)::value>(i, stride, kAll);
                                                 });
-    } else {  // gradients in a communication bucket lie anywhere: their lanes are loaded one by one
+    } else {  // misaligned gradients, as in a communication bucket: lanes are loaded one by one
       for_each_vector<kWidth, 1>(split, thread, threads, single,
                                  [&](auto, uint32_t i, uint32_t) { update_vectors<1>(i, 0, aligned); });
     }

@@ -18,7 +18,7 @@ struct CodesWarp {
   const Place& place;
   const Rule& rule;
   const Storage& storage;
-  Extras<Acc> extras;  // of states as they are staged
+  Extras<Acc> extras;  // for states that are staged as floats
   Staged& staged;
 
   FLATOUT_HD static CodesWarp of(const Place& place, const Rule& rule, const Extras<Acc>& extras,
@@ -32,7 +32,8 @@ struct CodesWarp {
   FLATOUT_HD uint32_t blocks() const { return (place.count + kDynamicBlock - 1) / kDynamicBlock; }
 
   FLATOUT_HD void decode(uint32_t block, uint32_t lane) const {
-    // Everything is loaded before the first is stored: loads do not pass stores, and would wait one by one.
+    // All loads come before the first store. A compiler cannot move a load before a store, so each load would
+    // wait for the one before.
     Piece piece[kStates][kPieces];
     float absmax[kStates];
     FLATOUT_UNROLL
@@ -63,7 +64,7 @@ struct CodesWarp {
     thread.run(lane, kLanes);
   }
 
-  // The greatest magnitude's bits among those that a lane encodes.
+  // Returns the bits of the greatest magnitude among the numbers that a lane encodes.
   FLATOUT_HD uint32_t largest(uint32_t block, uint32_t lane, int s) const {
     uint32_t found = 0;
     for_each_piece(block, lane, [&](uint32_t i, uint32_t n) {
@@ -93,7 +94,9 @@ struct CodesWarp {
   }
 
  private:
-  static constexpr uint32_t kPiece = 4;  // elements: of codes and of what is staged, lanes touch one line
+  // Elements that a lane handles together. Lanes access adjacent pieces of the codes and of the staged
+  // numbers.
+  static constexpr uint32_t kPiece = 4;
   static constexpr uint32_t kPieces = kDynamicBlock / (kLanes * kPiece);  // of a lane
   struct alignas(kPiece) Piece {
     uint8_t code[kPiece];
@@ -103,7 +106,7 @@ struct CodesWarp {
   };
 
   FLATOUT_HD static uint32_t begin_of(uint32_t lane, uint32_t k) { return (k * kLanes + lane) * kPiece; }
-  // Elements after the block's end are decoded too, and their values are not used.
+  // Elements after the block's end are 0, and their decoded values are not used.
   FLATOUT_HD Piece load(const uint8_t* codes, uint32_t block, uint32_t lane, uint32_t k) const {
     const uint32_t i = begin_of(lane, k), end = count(block);
     if (i + kPiece <= end && is_aligned(codes)) return *reinterpret_cast<const Piece*>(codes + i);

@@ -8,8 +8,9 @@
 namespace flatout {
 namespace {
 
-// The inner loop. The rule is a local copy and the streams are restrict, so that it vectorizes. A separate
-// loop multiplies gradients by `unscale`, because with a second store some rules would not vectorize.
+// The inner loop. The rule is a local copy and the streams are restrict, so that the loop vectorizes. A
+// separate loop multiplies gradients by `unscale`, because with a second store some rules would not
+// vectorize.
 template <class Rule, class Acc>
 FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], uint32_t count, Acc unscale) {
   constexpr int kStreams = 2 + Rule::kStates;
@@ -43,8 +44,8 @@ FLATOUT_HD void apply(const Rule rule, Acc* const (&stream)[2 + Rule::kStates], 
   }
 }
 
-// One chunk of one tensor. What is not stored in the compute type is staged a block at a time: widened into a
-// buffer that stays in L1, computed there, narrowed.
+// One chunk of one tensor. A stream that is not stored in the compute type is staged a block at a time. Its
+// elements are widened into a buffer that stays in L1, updated there, and narrowed.
 template <class T, class Rule>
 struct StepChunk {
   using Acc = compute_t<T>;
@@ -53,7 +54,7 @@ struct StepChunk {
 
   Rule rule;
   Extras<Acc> extras;
-  char* stream[kCore + 2 + Rule::kStates];  // at the chunk's first element; null where there is none
+  char* stream[kCore + 2 + Rule::kStates];  // at the chunk's first element; null: no such stream
   int64_t begin;                            // the chunk's first element in its tensor
   uint32_t count;
 
@@ -158,8 +159,8 @@ struct StepChunk {
   }
 };
 
-// What differs between tensors at different step counts; neighbours mostly share one, so the powers are taken
-// once.
+// The rule for one step count. Neighboring tensors mostly share a step count, so the powers in their rule are
+// computed once.
 template <class Rule>
 struct AtStep {
   Rule rule;
@@ -193,8 +194,8 @@ void run_chunks(const Config& config, const Storage& storage, const std::vector<
           chunk.stream[s] = storage.template move<T>(tensors[t].address[s], s, Rule::kStates, begin);
         run_vectorized(chunk);
       },
-      // A check that came first has left the last gradients in the caches; without one, backward's are the
-      // first.
+      // After a check, the caches hold the last gradients. Without a check, the caches hold the first
+      // gradients, which the backward has computed last.
       config.grad_factor.address != nullptr ? Direction::kBackwards : Direction::kForwards);
 }
 

@@ -29,8 +29,8 @@ class CudaBucket final : public Bucket {
     });
   }
 
-  // Keeps the table while the same tensors are updated on the same stream. torch's allocator knows only for
-  // this stream when the memory is free again. A CUDA graph writes and frees a table within the graph.
+  // Keeps the table while the same tensors are updated on the same stream. torch's allocator tracks the use
+  // of the memory on this stream only. A captured step writes and frees its own table within the CUDA graph.
   Tensor table_of(const std::vector<FlatTensor>& tensors, cudaStream_t stream) {
     if (is_capturing(stream)) return new_table(tensors, stream);
     if (!table_.has_value() || stream_ != stream || which_ != which()) {

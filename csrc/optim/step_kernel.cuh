@@ -1,5 +1,6 @@
-// step_kernel.cuh: optimizer steps on CUDA: one pass over memory, thousands of tensors per launch, nothing
-// read back. Instantiated for one type per file, so that they compile side by side.
+// step_kernel.cuh: optimizer steps on CUDA, in one pass over memory and with thousands of tensors per launch.
+// The host reads nothing back. Each file step_*.cu instantiates one type, so that the files compile in
+// parallel.
 #pragma once
 
 #include "core/last_block.cuh"
@@ -10,7 +11,8 @@
 namespace flatout {
 namespace {
 
-// With states in 8 bits a block has fewer threads: what its warps stage must fit in 48 KiB.
+// With states in 8 bits, a block has fewer threads, because the staging memory of its warps must fit in 48
+// KiB.
 template <Kind K>
 constexpr uint32_t kThreadsOf = kHasCodes<K> ? kThreads / 2 : kThreads;
 
@@ -34,7 +36,7 @@ __device__ void step_codes(const BlockStart<T, Rule>& start) {
   }
 }
 
-// One block per chunk. Skipping and every coefficient are decided on the device.
+// Has one block per chunk. The device decides whether the step is skipped, and computes all coefficients.
 template <class T, class Rule, Kind K, class Config>
 __global__ void __launch_bounds__(kThreadsOf<K>)
     step_kernel(__grid_constant__ Argument<StepBatch<>> batch, __grid_constant__ Argument<StepTable> table,
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kThreadsOf<K>)
     }
   }
   if (skipped) return;
-  // The block that finishes last counts the step: all others have read the old counts.
+  // The block that finishes last counts the step, because all other blocks have read the old counts.
   if (threadIdx.x == 0) last = finishes_last(table.ticket, 1, gridDim.x);
   __syncthreads();
   if (last) count_steps(table, batch, threadIdx.x, blockDim.x);

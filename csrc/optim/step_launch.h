@@ -11,8 +11,8 @@
 
 namespace flatout {
 
-// A step over tensors whose narrowest type is T, with their gradients, and over their table on the device.
-// Returns false and launches nothing if the rule cannot have that many states.
+// Queues a step over tensors whose narrowest type is T. `tensors` has their gradients, and `table` their
+// other addresses on the device. Returns false and launches nothing if the rule cannot have that many states.
 template <class T>
 bool launch_step(RuleName rule, int states, const Storage& storage, const StepConfig& common,
                  const std::vector<double>& options, const std::vector<FlatTensor>& tensors,

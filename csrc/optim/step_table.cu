@@ -25,8 +25,8 @@ void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t st
     const std::size_t piece = std::min(bytes - begin, sizeof(words.word));
     memcpy(words.word, static_cast<const char*>(from) + begin, piece);
     const auto count = static_cast<uint32_t>(piece / sizeof(uint32_t));
-    // Lanes that ask for different words of an argument wait for one another: over as many blocks as
-    // possible.
+    // Lanes that read different words of a kernel argument wait for one another. One word per thread spreads
+    // these reads over as many blocks as possible.
     const uint32_t blocks = (count + kThreads - 1) / kThreads;
     launch("write_kernel", write_kernel, blocks, kThreads, stream, words, count,
            reinterpret_cast<uint32_t*>(static_cast<char*>(to) + begin));

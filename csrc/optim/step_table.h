@@ -12,7 +12,7 @@ struct StepTable {
   const uint32_t* first_chunk;  // of each tensor, then the number of chunks
 };
 
-// The table of some tensors, as bytes of device memory: ticket, tensors, first chunks.
+// Returns the table of tensors, as bytes of device memory: ticket, tensors, first chunks.
 inline std::vector<char> table_image(const std::vector<FlatTensor>& tensors) {
   const std::vector<uint32_t> first = first_chunks(tensors);
   const std::size_t tensor_bytes = tensors.size() * sizeof(FlatTensor),
@@ -63,8 +63,8 @@ struct Place {
   int64_t begin;
 };
 
-// Returns the chunk of a block. The last chunks of a batch come first, because the check has read their
-// gradients last, and L2 may still hold these gradients.
+// Returns the chunk of a block. The last chunks of a batch come first. The check has read their gradients
+// last, so L2 may still hold these gradients.
 template <class Batch>
 FLATOUT_HD uint32_t chunk_of(const Batch& batch, uint32_t block) {
   return batch.first_chunk + batch.chunks - 1 - block;

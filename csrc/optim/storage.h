@@ -24,7 +24,8 @@ struct Storage {
   FLATOUT_HD bool is_code(int stream, int states) const {
     return codes && stream >= 2 && stream < 2 + states;
   }
-  // The address of element `i` of a stream, or of the absmax of its block. Null for a null stream.
+  // Returns the address of element `i` of a stream, or of the absmax of its block. Returns null for a null
+  // stream.
   template <class T>
   FLATOUT_HD char* move(void* address, int stream, int states, int64_t i) const {
     int64_t bytes = i * static_cast<int64_t>(is_wide(stream) ? sizeof(compute_t<T>) : sizeof(T));
@@ -41,14 +42,14 @@ struct Storage {
   }
 };
 
-// Work of a step in addition to the rule: averages, unscaling and random rounding.
+// Work of a step in addition to the rule: averages, unscaling and stochastic rounding.
 template <class Acc>
 struct Extras {
   Storage storage;
   Acc ema_new;      // 1 - ema_decay
-  Acc unscale;      // factor for gradients in memory; 1: they are not written
-  bool stochastic;  // round 16-bit results by chance
-  RandomKey key;    // its stream is filled in per stream
+  Acc unscale;      // factor for gradients in memory; 1: gradients are not written
+  bool stochastic;  // round 16-bit results stochastically
+  RandomKey key;    // random() sets the stream
 
   FLATOUT_HD Acc average(Acc old, Acc weight) const { return interpolate(old, weight, ema_new); }
   FLATOUT_HD Philox random(int stream, uint32_t group) const {
@@ -58,7 +59,8 @@ struct Extras {
   }
 };
 
-// The step count after a step. A tensor without a count never has a first step.
+// Returns the number of steps including this one. A tensor without a count gets 2, so that no step counts as
+// its first one.
 FLATOUT_HD double next_step(const FlatTensor& tensor) {
   if (tensor.step == nullptr) return 2.0;
   return 1 + (tensor.step_is_double ? *static_cast<const double*>(tensor.step)

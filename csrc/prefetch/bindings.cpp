@@ -1,5 +1,5 @@
-// bindings.cpp: Ring, Columns and Stager for Python. Waits release the GIL, and threads of the stager run
-// without the GIL.
+// bindings.cpp: bindings of Ring, Columns and Stager for Python. Waits release the GIL, and threads of the
+// stager run without the GIL.
 #include "prefetch/bindings.h"
 
 #include <pybind11/stl.h>
@@ -40,9 +40,9 @@ void require(bool fits, const char* otherwise) {
   if (!fits) throw std::invalid_argument(otherwise);
 }
 
-// No object is larger. Sums of several sizes up to this limit do not overflow.
+// No object in memory is larger. Sums of several sizes up to this limit do not overflow.
 constexpr std::size_t most_bytes = std::size_t{1} << 56;
-// Limits for batches gathered at a time and for threads. A larger number is surely an error.
+// Limits for batches gathered at a time and for threads. A larger number is an error of the caller.
 constexpr std::size_t most_ahead = std::size_t{1} << 16;
 constexpr int most_threads = 1024;
 
@@ -60,7 +60,7 @@ void delete_without_gil(Ring* ring) {
   delete ring;
 }
 
-// The tensors that batches are gathered from; keeps them alive.
+// Tensors from which batches are gathered. Keeps the tensors alive.
 class Columns {
  public:
   struct Layout {
@@ -68,9 +68,9 @@ class Columns {
     std::vector<std::int64_t> row_shape;
   };
 
-  // Of each tensor: (address, rows, stride of a row in bytes).
+  // One tensor: (address, rows, stride of a row in bytes).
   using PartSpec = std::tuple<std::uintptr_t, std::int64_t, std::ptrdiff_t>;
-  // Of each column: (its tensors, row_bytes, DLPack type code, bits, row shape).
+  // One column: (its tensors, row_bytes, DLPack type code, bits, row shape).
   using Spec = std::tuple<std::vector<PartSpec>, std::size_t, int, int, std::vector<std::int64_t>>;
 
   Columns(const std::vector<Spec>& specs, py::object owner) : owner_(std::move(owner)) {
@@ -98,7 +98,8 @@ class Columns {
   const std::vector<Layout>& layouts() const { return layouts_; }
 
  private:
-  // A tensor on gathered rows must not exceed them.
+  // Checks that the row shape and the dtype match `row_bytes`, so that a tensor stays within the gathered
+  // rows.
   static void check_layout(int code, int bits, const std::vector<std::int64_t>& row_shape,
                            std::size_t row_bytes) {
     require(code >= 0 && code <= 6, "code must be one of DLPack's types, 0 to 6");
@@ -150,7 +151,7 @@ py::object slot_tensor(Slot slot, const Columns::Layout& layout, std::size_t cou
   };
   PyObject* capsule = PyCapsule_New(&made->managed, "dltensor", delete_unused_capsule);
   if (capsule == nullptr) throw py::error_already_set();
-  [[maybe_unused]] SlotTensor* owned = made.release();  // the capsule's, from here on
+  [[maybe_unused]] SlotTensor* owned = made.release();  // the capsule owns it from here on
   return py::reinterpret_steal<py::object>(capsule);
 }
 
@@ -177,14 +178,14 @@ class Batches {
     require(first >= 0 && static_cast<std::size_t>(first) <= most_bytes, "first must be the index of a row");
   }
 
-  // Jobs read what this object keeps alive.
-  ~Batches() {  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
+  // Waits for the jobs, because they read memory that this object keeps alive.
+  ~Batches() {  // NOLINT(bugprone-exception-escape): a thread without the GIL could not continue
     const ReleaseGil nogil;
     for (const auto& batch : under_way_) {
       try {
         stager_->wait(*batch);
       } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-        // The batch was never requested, or this is a forked child, where no job runs.
+        // The error belongs to a batch that was never taken, or this is a forked child, where no job runs.
       }
     }
   }
@@ -224,11 +225,11 @@ class Batches {
   const std::int64_t* indices_;
   std::int64_t first_;
   std::size_t count_;
-  std::size_t left_;  // not started
+  std::size_t left_;  // batches that have not started
   std::deque<std::shared_ptr<Gathered>> under_way_;
 };
 
-// A batch on its way to the device, as Python sees it.
+// A batch that is being copied to the device, for Python.
 class PyCopied {
  public:
   explicit PyCopied(std::shared_ptr<Copied> copied) : copied_(std::move(copied)) {}
@@ -249,7 +250,7 @@ class PyCopied {
   std::shared_ptr<Copied> copied_;
 };
 
-// Stager plus what keeps the Python objects alive that its jobs read and write.
+// Stager that keeps the Python objects alive that its copies read and write.
 class PyStager {
  public:
   PyStager(std::shared_ptr<Ring> ring, int threads, int device, std::size_t max_in_flight, int helpers)
@@ -259,7 +260,7 @@ class PyStager {
     require(helpers >= 0 && helpers <= most_threads, "helpers must be 0 to 1024");
     require(device >= host_device, "device must be the index of a GPU, or -1");
   }
-  ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): without a GIL to release nothing could go on
+  ~PyStager() { close(); }  // NOLINT(bugprone-exception-escape): a thread without the GIL could not continue
   PyStager(const PyStager&) = delete;
   PyStager& operator=(const PyStager&) = delete;
 
@@ -293,7 +294,7 @@ class PyStager {
       const ReleaseGil nogil;
       stager_->close();
     }
-    const auto ended = std::exchange(copies_, {});  // freeing tensors may let another thread in here
+    const auto ended = std::exchange(copies_, {});  // frees tensors, which may let another thread run
   }
 
  private:
@@ -305,14 +306,14 @@ class PyStager {
   void forget_ended() {
     while (!copies_.empty() && copies_.front().copied->finished()) {
       const HeldCopy ended =
-          std::move(copies_.front());  // freed when the deque is whole: another thread may come in
+          std::move(copies_.front());  // freed after the pop, because this may let another thread run
       copies_.pop_front();
     }
   }
 
   const int device_;
   std::deque<HeldCopy> copies_;
-  std::shared_ptr<Stager> stager_;  // last: its threads end before what they use
+  std::shared_ptr<Stager> stager_;  // last, so that its threads end before the other members
 };
 
 }  // namespace
@@ -323,51 +324,52 @@ void bind_prefetch(py::module_& module) {
   using py::arg;
 
   module.def("cuda_usable", &cuda::usable,
-             "Whether this build's CUDA runtime works with the driver found here.");
+             "Return True if the CUDA runtime of this build works with the installed driver.");
   module.def("create_stream", &cuda::create_stream, arg("device"),
-             "Address of a new non-blocking CUDA stream that lives as long as the process.");
+             "Return the address of a new non-blocking CUDA stream that lives as long as the process.");
 
   py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring",
-                                          "Host buffers, reused; pinned for a device, or ordinary.")
+                                          "Reused host buffers: pinned for a device, or pageable.")
       .def(py::init([](int device, std::size_t max_idle) {
              require(device >= host_device, "device must be the index of a GPU, or -1");
              return std::shared_ptr<Ring>(new Ring(device, max_idle), delete_without_gil);
            }),
            arg("device"), arg("max_idle") = std::numeric_limits<std::size_t>::max())
-      .def("clear", &Ring::clear, py::call_guard<flatout::ReleaseGil>(), "Frees the idle buffers.")
-      .def_property_readonly("device", &Ring::device, "The device that the memory is pinned for, or -1.")
-      .def_property_readonly("idle", &Ring::idle, "Buffers that wait to be used again.")
-      .def_property_readonly("allocations", &Ring::allocations, "Buffers made so far.");
+      .def("clear", &Ring::clear, py::call_guard<flatout::ReleaseGil>(), "Free the idle buffers.")
+      .def_property_readonly("device", &Ring::device,
+                             "Index of the GPU that the memory is pinned for; -1 for pageable memory.")
+      .def_property_readonly("idle", &Ring::idle, "Number of buffers that wait for reuse.")
+      .def_property_readonly("allocations", &Ring::allocations, "Number of buffers made so far.");
 
-  py::class_<Columns, std::shared_ptr<Columns>>(module, "Columns",
-                                                "The tensors that batches are gathered from.")
+  py::class_<Columns, std::shared_ptr<Columns>>(module, "Columns", "Tensors that batches are gathered from.")
       .def(py::init<const std::vector<Columns::Spec>&, py::object>(), arg("specs"), arg("owner"));
 
-  py::class_<Batches>(module, "Batches", "Batches being gathered, in order.")
-      .def("start", &Batches::start, arg("ahead"), "Has up to `ahead` batches under way.")
+  py::class_<Batches>(module, "Batches", "Batches that are gathered in order.")
+      .def("start", &Batches::start, arg("ahead"), "Begin to gather up to `ahead` batches.")
       .def("take", &Batches::take, arg("ahead"),
-           "Waits for the next batch with `ahead` more under way; its columns as DLPack capsules.");
+           "Begin up to `ahead` more batches, wait for the next one, and return its columns as DLPack "
+           "capsules.");
 
   py::class_<PyCopied>(module, "Copied", "A batch on its way to the device.")
       .def("wait", &PyCopied::wait,
-           "Waits until staged sources are read and the copies enqueued; raises what went wrong.")
-      .def("block", &PyCopied::block, arg("stream"), "Makes later work on `stream` wait for the copies.")
-      .def("finished", &PyCopied::finished, "Whether the copies have ended.");
+           "Wait until staged sources are read and the copies are enqueued. Raise the error of the copy.")
+      .def("block", &PyCopied::block, arg("stream"), "Make later work on `stream` wait for the copies.")
+      .def("finished", &PyCopied::finished, "Return True if the copies have ended.");
 
-  py::class_<PyStager>(module, "Stager",
-                       "Threads that gather and copy batches, in the order they were asked to.")
+  py::class_<PyStager>(module, "Stager", "Threads that gather and copy batches in the order of the calls.")
       .def(py::init<std::shared_ptr<Ring>, int, int, std::size_t, int>(), arg("ring").none(false),
            arg("threads") = 1, arg("device") = host_device, arg("max_in_flight") = 4, arg("helpers") = 0)
       .def("gather", &PyStager::gather, arg("columns").none(false), arg("indices"), arg("first"),
            arg("count"), arg("batches"), arg("owner"),
-           "So many batches of `count` rows each: those of indices[0], indices[1], ..., or from `first` on "
-           "when "
-           "`indices` is 0. `owner` is kept meanwhile.")
+           "Return `batches` batches of `count` rows each: those of indices[0], indices[1], ..., or those "
+           "from "
+           "`first` on if `indices` is 0. `owner` is kept alive until they are gathered.")
       .def("copy", &PyStager::copy, arg("transfers"), arg("pinned_direct"), arg("stream"), arg("fence"),
            arg("owner"),
-           "Copies (from, to, bytes) triples on `stream` once `fence` has passed. `owner` is kept meanwhile. "
+           "Copy (from, to, bytes) triples on `stream` after `fence` has passed. `owner` is kept alive until "
+           "then. "
            "`pinned_direct`: pinned sources are not written again, so they need no staging.")
-      .def("close", &PyStager::close, "Ends the threads. Idempotent.");
+      .def("close", &PyStager::close, "End the threads. A second call does nothing.");
   for (const char* name : {"Ring", "Columns", "Batches", "Copied", "Stager"})
     flatout::refuse_unmade(module.attr(name));
 }

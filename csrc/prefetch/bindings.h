@@ -1,4 +1,4 @@
-// bindings.h: declares the prefetcher's classes to Python.
+// bindings.h: bindings of the prefetcher's classes for Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -15,8 +15,7 @@
 namespace flatout::prefetch::cuda {
 namespace {
 
-// torch hands its handles out as integers.
-// NOLINTBEGIN(performance-no-int-to-ptr)
+// torch passes its handles as integers. NOLINTBEGIN(performance-no-int-to-ptr)
 cudaStream_t as_stream(Stream stream) { return reinterpret_cast<cudaStream_t>(stream); }
 cudaEvent_t as_event(EventHandle event) { return reinterpret_cast<cudaEvent_t>(event); }
 // NOLINTEND(performance-no-int-to-ptr)
@@ -122,7 +121,7 @@ void Event::synchronize() const {
 }
 
 void Event::block(Stream stream) const {
-  // Stream 0, torch's default, is the one of the current device.
+  // Stream 0, torch's default stream, belongs to the current device.
   const DeviceGuard guard(device_);
   wait_event(stream, handle_);
 }

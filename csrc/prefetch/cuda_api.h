@@ -12,17 +12,18 @@ inline constexpr int host_device = -1;
 
 namespace cuda {
 
-using Stream = std::uintptr_t;       // a cudaStream_t, as torch hands it out (`stream.cuda_stream`)
-using EventHandle = std::uintptr_t;  // a cudaEvent_t, as torch hands it out (`event.cuda_event`)
+using Stream = std::uintptr_t;       // a cudaStream_t: torch's `stream.cuda_stream`
+using EventHandle = std::uintptr_t;  // a cudaEvent_t: torch's `event.cuda_event`
 
 // True if the build has CUDA, the driver is new enough for its static runtime, and there is a device.
 bool usable() noexcept;
 
-// First call of each thread of the prefetcher. Makes `device` current, and binds the thread to CPUs on its
-// NUMA node. Later calls of the thread do not break a CUDA graph that the user captures.
+// Must be the first call of each thread of the prefetcher. Makes `device` current, and binds the thread to
+// CPUs on the NUMA node of this device. Later calls of the thread do not break a CUDA graph that the user
+// captures.
 void enter_thread(int device);
-// Creates a non-blocking stream, which lives until the process ends. torch's pool has 32 streams and hands
-// each out several times, so other work could delay the copies.
+// Creates a non-blocking stream, which lives until the process ends. torch's pool has 32 streams and gives
+// each of them to several callers, whose work could delay the copies.
 Stream create_stream(int device);
 
 // Pins memory in the context of `device`. A context on another device would take memory of that device.
@@ -44,7 +45,7 @@ class Event {
   void record(Stream stream);
   bool done() const;
   void synchronize() const;
-  // Makes later work on `stream`, a stream of the event's device, wait for what was recorded.
+  // Makes later work on `stream`, a stream of the event's device, wait for the recorded work.
   void block(Stream stream) const;
 
  private:

@@ -7,7 +7,7 @@
 namespace flatout::prefetch::dlpack {
 
 inline constexpr std::int32_t cpu =
-    1;  // kDLCPU; pinned memory is handed out as plain host memory, like torch's
+    1;  // kDLCPU; pinned memory is exported as plain host memory, like torch's
 
 struct Device {
   std::int32_t type;

@@ -14,10 +14,11 @@
 namespace flatout::prefetch {
 namespace {
 
-// Rows ahead of the one that is copied: at ~5 ns per small row this covers a DRAM access.
+// Distance from the copied row to the prefetched row. Copying so many small rows takes longer than a DRAM
+// access.
 constexpr std::size_t rows_ahead = 16;
 constexpr std::size_t cache_line = 64;
-// A row of so many bytes is long: while it is copied, the next one is prefetched line by line.
+// Smallest size of a long row in bytes. While a long row is copied, the next row is prefetched line by line.
 constexpr std::size_t long_row = 512;
 
 [[noreturn]] void out_of_range(std::int64_t index, std::int64_t rows) {
@@ -29,7 +30,7 @@ void prefetch(const std::byte* row, std::size_t bytes) {
   for (std::size_t byte = 0; byte < bytes; byte += cache_line) __builtin_prefetch(row + byte);
 }
 
-// A row size known to the compiler turns each memcpy into a few moves; 0 stands for any size.
+// A row size that the compiler knows turns each memcpy into a few moves. 0 means any size.
 template <std::size_t fixed_bytes>
 void gather_short(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out) {
   const Part& part = column.parts.front();
@@ -68,7 +69,7 @@ struct Cached {
 };
 
 #ifdef __SSE2__
-// Needs `to` aligned to 16 bytes.
+// Requires that `to` is aligned to 16 bytes.
 struct Streamed {
   static void copy_line(std::byte* to, const std::byte* from) {
     for (std::size_t byte = 0; byte < cache_line; byte += sizeof(__m128i))

@@ -1,4 +1,4 @@
-// gather.h: copies chosen rows of a table in memory side by side.
+// gather.h: copies of chosen rows of a table into adjacent memory.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace flatout::prefetch {
 
-// A tensor seen as rows: `rows` of them, `stride` bytes apart.
+// A tensor as `rows` rows that are `stride` bytes apart.
 struct Part {
   const std::byte* data;
   std::int64_t rows;
@@ -23,15 +23,16 @@ struct Column {
   std::size_t row_bytes;
 };
 
-// streamed: past the caches, which saves reading what is overwritten. (Long rows only.)
+// Writes of long rows. Streamed writes bypass the caches, so that the CPU does not read the memory that it
+// overwrites.
 enum class Writes : std::uint8_t { cached, streamed };
 
-// out[i] = column[indices[i]] for i in [0, count); throws std::out_of_range before it reads a row that is not
-// there.
+// Sets out[i] = column[indices[i]] for i in [0, count). Throws std::out_of_range before it reads a row that
+// does not exist.
 void gather_rows(const Column& column, const std::int64_t* indices, std::size_t count, std::byte* out,
                  Writes writes);
 
-// out[i] = column[first + i] for i in [0, count).
+// Sets out[i] = column[first + i] for i in [0, count).
 void copy_rows(const Column& column, std::int64_t first, std::size_t count, std::byte* out);
 
 }  // namespace flatout::prefetch

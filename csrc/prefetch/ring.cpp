@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t cache_line = 64;
 constexpr std::size_t page = 4096;
 constexpr std::size_t huge_page = std::size_t{2} * 1024 * 1024;
-// Below this, lending a larger buffer than asked for wastes nothing that matters.
+// Buffers up to this size may be much larger than requested, because they waste little memory.
 constexpr std::size_t small = std::size_t{64} * 1024;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -34,7 +34,7 @@ HostBuffer::HostBuffer(std::size_t bytes, int device)
   const std::size_t alignment = alignment_of(capacity_);
   data_ =
       static_cast<std::byte*>(::operator new(round_up(capacity_, alignment), std::align_val_t{alignment}));
-  // A hint: refusal costs nothing.
+  // This is only a hint, so a failure is ignored.
   if (alignment == huge_page) madvise(data_, round_up(capacity_, alignment), MADV_HUGEPAGE);
 }
 

@@ -9,8 +9,8 @@
 
 namespace flatout::prefetch {
 
-// Host memory: pinned for `device`, or on host_device ordinary memory, aligned to a cache line (from 2 MiB
-// on: to a huge page, which it asks for).
+// Host memory that is pinned for `device`, or ordinary memory for host_device. Ordinary memory is aligned to
+// a cache line. From 2 MiB on, it is aligned to a huge page and requests huge pages.
 class HostBuffer {
  public:
   HostBuffer(std::size_t bytes, int device);
@@ -41,7 +41,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Allocates a buffer if all are in use, so it never waits for a buffer.
+  // Allocates a buffer if no idle buffer fits, and never waits for one.
   Slot acquire(std::size_t bytes);
   void clear();                     // frees the idle buffers
   std::size_t allocations() const;  // buffers made so far

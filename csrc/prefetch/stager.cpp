@@ -14,12 +14,12 @@ namespace {
 // Alignment of device copies, for the copy engine. Leaves of a batch share no cache line.
 constexpr std::size_t staging_alignment = 256;
 
-// Bytes that a thread gathers at a time. A longer row is gathered whole. Large enough that scheduling costs
-// little, small enough that close() and the last part take little time.
+// Bytes that a thread gathers at a time. A longer row is gathered whole. The number is large enough for a low
+// overhead of scheduling, and small enough that close() and the last part take little time.
 constexpr std::size_t part_bytes = std::size_t{128} * 1024;
 // A smaller batch is gathered in less time than a thread takes to start, so next(iter(loader)) starts none.
 constexpr std::size_t worth_a_thread = std::size_t{1024} * 1024;
-// A batch of so many bytes will have left the caches before it is read.
+// A batch of at least this many bytes leaves the caches before it is read.
 constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
 
 std::vector<Slot> acquire(Ring& ring, const std::vector<Column>& columns, std::size_t count) {
@@ -62,7 +62,7 @@ std::vector<Piece> cut(const std::vector<Transfer>& transfers) {
   return pieces;
 }
 
-// A power of two. With few sizes, a returned buffer fits a later piece.
+// Returns a power of two. With few sizes, a returned buffer fits a later piece.
 std::size_t capacity_for(const Piece& piece) {
   return std::bit_ceil(piece.back().offset + piece.back().transfer.bytes);
 }
@@ -265,7 +265,7 @@ void Stager::close() noexcept {
   try {
     reap(0);
   } catch (const std::exception&) {
-    // The device is lost. No copy runs, so their memory may be freed.
+    // The device is lost. No copy runs, so the memory of copies may be freed.
     in_flight_.clear();
   }
 }

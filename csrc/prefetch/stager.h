@@ -16,18 +16,19 @@
 
 namespace flatout::prefetch {
 
-// A batch being gathered: one slot per column, so that a user who keeps one tensor keeps that tensor's memory
-// only.
+// A batch that is being gathered. Each column has its own slot, so that a user who keeps one tensor keeps
+// only the memory of this tensor.
 struct Gathered {
   std::size_t bytes = 0;
-  bool left_to_waiter = false;  // so small that it takes less time than waking a thread, on a core that may
-                                // be computing the step
-  std::vector<Slot> slots;      // filled when the ticket is done
+  // True if the thread that waits gathers the batch. For a small batch, this takes less time than the wake-up
+  // of another thread, whose core may be busy with the step.
+  bool left_to_waiter = false;
+  std::vector<Slot> slots;  // filled when the ticket is done
   std::shared_ptr<Ticket> ticket;
   std::mutex acquiring;
 };
 
-// A batch on its way to the device.
+// A batch that is being copied to the device.
 struct Copied {
   std::vector<Slot> slots;             // staging memory, returned to the ring after the copy
   std::unique_ptr<cuda::Event> event;  // null on a host device; recorded when the ticket is done
@@ -43,7 +44,7 @@ struct Transfer {
 };
 
 // Path of pinned sources to the device. A direct copy saves a copy on the host, but reads the source until
-// the device has passed the copy. So it is only for sources that are never written again.
+// the device has passed the copy. So `direct` is only for sources that are never written again.
 enum class PinnedSources : std::uint8_t { direct, staged };
 
 class Stager {
@@ -57,17 +58,18 @@ class Stager {
   Stager(const Stager&) = delete;
   Stager& operator=(const Stager&) = delete;
 
-  // Rows `indices[0..count)`, or rows first, first + 1, ... when `indices` is null. The caller keeps columns'
-  // memory and the indices alive until the ticket is done.
+  // Gathers rows `indices[0..count)`, or rows first, first + 1, ... if `indices` is null. The caller must
+  // keep the columns' memory and the indices alive until the ticket is done.
   std::shared_ptr<Gathered> gather(std::shared_ptr<const std::vector<Column>> columns,
                                    const std::int64_t* indices, std::int64_t first, std::size_t count);
 
-  // Starts the threads if the batch is worth one, and waits for the gather. The calling thread gathers, too,
-  // but not into pinned memory, because its CUDA calls would change the state of a user's thread.
+  // Waits for the gather. Starts the threads before, except for small batches and for a first batch that is
+  // gathered quickly. The calling thread gathers, too, but not into pinned memory, because CUDA calls would
+  // change the state of a user's thread.
   void wait(Gathered& batch);
 
-  // Copies on `stream`, not before the device has passed `fence` (0: none). The caller keeps sources,
-  // destinations and fence alive until the copy is finished(). Once the ticket is done, staged sources may be
+  // Copies on `stream`, after the device has passed `fence` (0: no fence). The caller must keep sources,
+  // destinations and fence alive until the copy is finished(). When the ticket is done, staged sources may be
   // overwritten. On a host device, copies in memory.
   std::shared_ptr<Copied> copy(std::vector<Transfer> transfers, PinnedSources pinned, cuda::Stream stream,
                                cuda::EventHandle fence);
@@ -94,7 +96,7 @@ class Stager {
   std::atomic<bool> has_waited_ = false;
   const bool has_helpers_;
   Worker helpers_;
-  Worker worker_;  // last: its threads end before what they use
+  Worker worker_;  // last, so that its threads end before the other members
 };
 
 }  // namespace flatout::prefetch

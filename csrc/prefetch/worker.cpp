@@ -1,4 +1,4 @@
-// worker.cpp: the thread loop behind Worker and its end.
+// worker.cpp: the thread loop of Worker, and the end of the threads.
 #include "prefetch/worker.h"
 
 #include <pthread.h>
@@ -11,11 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/wait.h"
+
 namespace flatout::prefetch {
 namespace {
 
-// Signals are the main thread's business (Python's handlers run there): threads made inside this scope block
-// all.
+// Threads that are made inside this scope block all signals. The main thread handles signals, because
+// Python's handlers run there.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -38,7 +40,7 @@ std::runtime_error closed() { return std::runtime_error("the prefetcher was clos
 void Ticket::wait() {
   guard_.check();
   std::unique_lock lock(mutex_);
-  ended_.wait(lock, [this] { return done_; });
+  wait_on(ended_, lock, [this] { return done_; });
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -52,7 +54,7 @@ void Ticket::finish(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   error_ = std::move(error);
   done_ = true;
-  ended_.notify_all();  // under the lock: the waiter may destroy the ticket as soon as it is released
+  ended_.notify_all();  // under the lock: the waiter may destroy the ticket after the unlock
 }
 
 struct Worker::State {
@@ -62,10 +64,10 @@ struct Worker::State {
     std::shared_ptr<Ticket> ticket = std::make_shared<Ticket>();
     std::size_t begun = 0;
     std::size_t ended = 0;
-    std::exception_ptr error = nullptr;  // the first
+    std::exception_ptr error = nullptr;  // the first error
 
     void finish() {
-      job = nullptr;  // what the job holds is released before its end is announced
+      job = nullptr;  // releases the job's captures before the ticket is done
       ticket->finish(std::move(error));
     }
   };
@@ -77,14 +79,14 @@ struct Worker::State {
 
   std::mutex mutex;
   std::condition_variable wake;
-  std::condition_variable still;           // nothing runs any more
-  std::deque<std::shared_ptr<Task>> line;  // those with parts that have not begun
+  std::condition_variable still;           // no part runs
+  std::deque<std::shared_ptr<Task>> line;  // tasks with parts that have not begun
   bool closing = false;
   bool joined = false;
   int helpers = 0;  // callers that run a part
   std::vector<std::thread> threads;
 
-  Part next() {  // under the lock, from a line that is not empty
+  Part next() {  // requires the lock, and a line that is not empty
     const std::shared_ptr<Task> task = line.front();
     const std::size_t number = task->begun++;
     if (task->begun == task->parts) line.pop_front();
@@ -114,7 +116,7 @@ struct Worker::State {
       Part part;
       {
         std::unique_lock lock(mutex);
-        wake.wait(lock, [this] { return closing || !line.empty(); });
+        wait_on(wake, lock, [this] { return closing || !line.empty(); });
         if (closing) return;
         part = next();
       }
@@ -122,7 +124,7 @@ struct Worker::State {
     }
   }
 
-  // Whether there was a part to run.
+  // Runs a part in the calling thread. Returns false if there is none.
   bool lend_a_hand() {
     Part part;
     {
@@ -144,7 +146,7 @@ Worker::Worker(int threads) : size_(threads), state_(std::make_unique<State>()) 
 
 Worker::~Worker() {
   close();
-  // Its threads do not exist in a forked child: nothing to join there.
+  // In a forked child the threads do not exist, so there is nothing to join.
   if (guard_.forked()) {
     [[maybe_unused]] State* leaked = state_.release();
   }
@@ -160,7 +162,7 @@ void Worker::start() {
       state_->threads.emplace_back([state = state_.get()] { state->run(); });
     } catch (const std::system_error&) {
       if (i == 0) throw;
-      return;  // fewer do as well
+      return;  // fewer threads are enough
     }
   }
 }
@@ -208,7 +210,7 @@ void Worker::close() noexcept {
     std::unique_lock lock(state_->mutex);
     state_->joined = state_->joined || first;
     state_->still.notify_all();
-    state_->still.wait(lock, [this] { return state_->joined && state_->helpers == 0; });
+    wait_on(state_->still, lock, [this] { return state_->joined && state_->helpers == 0; });
   }
   for (const auto& task : dropped) {
     task->error = std::make_exception_ptr(closed());

@@ -1,5 +1,4 @@
-// worker.h: a few threads that run the parts of submitted jobs first in, first out, and carry their errors
-// back.
+// worker.h: threads that run the parts of submitted jobs, first in, first out, and report their errors.
 #pragma once
 
 #include <condition_variable>
@@ -13,10 +12,10 @@
 
 namespace flatout::prefetch {
 
-// The caller's end of one job.
+// The state of one job, for the caller.
 class Ticket {
  public:
-  void wait();  // returns when the job has ended; throws what the job threw
+  void wait();  // returns when the job has ended; rethrows its error
   bool done() const;
   void finish(std::exception_ptr error);
 
@@ -28,8 +27,8 @@ class Ticket {
   ForkGuard guard_;
 };
 
-// Threads that a submitted job wakes. With `none`, it waits for a helper, or for threads that another job
-// wakes.
+// Threads that a submitted job wakes. With `none`, the job waits for a helper, or for threads that another
+// job wakes.
 enum class Wake : std::uint8_t { threads, none };
 
 class Worker {
@@ -41,15 +40,15 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Makes the threads, as many as can be had; until then jobs wait in line for a helper. Idempotent. Throws
-  // std::system_error where not even one can be had.
+  // Starts the threads, or fewer if the system refuses more. Before this call, jobs wait for a helper.
+  // Idempotent. Throws std::system_error if no thread can be started.
   void start();
-  // `job` is called once for each part, on several threads at a time; it ends with the last of them.
+  // Calls `job` once for each part, on several threads at a time. The job ends with the last part.
   std::shared_ptr<Ticket> submit(Job job, std::size_t parts = 1, Wake wake = Wake::threads);
-  // Ticket::wait(), lending a hand: while the job has not ended, the calling thread runs parts that wait in
-  // line.
+  // Waits for a ticket. Until the job has ended, the calling thread also runs parts that wait in line.
   void help(Ticket& ticket);
-  // Jobs with parts that have not begun fail with "closed"; returns when no part runs any more. Idempotent.
+  // Ends the threads. Jobs with parts that have not begun fail with "closed". Returns when no part runs.
+  // Idempotent.
   void close() noexcept;
 
  private:

@@ -32,8 +32,8 @@ __device__ void keep_warp_sum(WarpSums& warps, const Partial& mine) {
   if (threadIdx.x % kLanes == 0) warps[threadIdx.x / kLanes] = sum;
 }
 
-// Returns the sum over the block to thread 0. Only the first warp may call it. blockDim.x is a multiple
-// of 32.
+// Returns the sum over the block to thread 0. Only the first warp may call this function. blockDim.x is a
+// multiple of 32.
 template <Norm kNorm>
 __device__ Partial sum_of(const WarpSums& warps) {
   return warp_sum<kNorm>(threadIdx.x < blockDim.x / kLanes ? warps[threadIdx.x] : Partial{0, 0});

@@ -1,5 +1,5 @@
-// check.cu: unscale + check + norm on CUDA. Every block leaves a partial sum per chunk; the block that
-// finishes last adds them in a fixed order, so the norm is the same in every run.
+// check.cu: unscale + check + norm on CUDA. Each block writes one partial sum per chunk. The block that
+// finishes last adds the partial sums in a fixed order, so that the norm is the same in every run.
 #include "scaling/block_sum.cuh"
 #include "scaling/check_chunk.h"
 #include "scaling/check_launch.h"
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) last = finishes_last(address_of(conclusion.finished), count, conclusion.chunks);
   __syncthreads();
   if (!last) return;
-  constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // with registers for rewriting, 8 would cost threads
+  constexpr uint32_t kTogether = Rewrite ? 2 : 8;  // 8 would lower occupancy: rewriting needs registers
   keep_warp_sum<kNorm>(warps[0], add_partials<kNorm, kTogether>(conclusion.partials, conclusion.chunks,
                                                                 threadIdx.x, blockDim.x));
   __syncthreads();
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) conclusion.template write<kNorm>(total);
 }
 
-// For gradients without elements: nothing is infinite, and all norms are 0.
+// Concludes a check of gradients without elements. found_inf and the norm are 0.
 __global__ void conclude_kernel(__grid_constant__ Argument<Conclusion> conclusion) {
   conclusion.write<Norm::kTwo>({0, 0});
 }

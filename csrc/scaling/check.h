@@ -13,7 +13,7 @@
 
 namespace flatout {
 
-// Gradients of one dtype; address[0] of each.
+// Gradients of one dtype, in address[0] of each tensor.
 struct GradList {
   const std::vector<FlatTensor>* tensors;
   ScalarType dtype;
@@ -25,11 +25,11 @@ struct Check {
   Unscaling unscaling;
   double max_norm = -1;  // < 0: no clipping
   Norm norm = Norm::kTwo;
-  bool rewrite = false;  // gradients come back unscaled; the norm is of order 2
+  bool rewrite = false;  // unscales the gradients in memory; the norm is of order 2
 };
 
-// found_inf, grad_norm, grad_factor: 0-dim on the device of `leader`; float64 (the last two) only if all
-// lists are.
+// found_inf, grad_norm and grad_factor, 0-dim on the device of `leader`. found_inf is float32. The other two
+// have the dtype of norms.
 using CheckResult = std::tuple<Tensor, Tensor, Tensor>;
 CheckResult check_on_cpu(const Check& check, const Tensor& leader);
 CheckResult check_on_cuda(const Check& check, const Tensor& leader);
@@ -45,14 +45,14 @@ inline ScalarType norm_dtype(const Check& check) {
   return wide ? ScalarType::Double : ScalarType::Float;
 }
 
-// The results, uninitialized.
+// Returns the result tensors, uninitialized.
 inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
   const ScalarType dtype = norm_dtype(check);
   return {torch::stable::new_empty(leader, {}, ScalarType::Float),
           torch::stable::new_empty(leader, {}, dtype), torch::stable::new_empty(leader, {}, dtype)};
 }
 
-// One norm per gradient, uninitialized.
+// Returns a tensor for one norm per gradient, uninitialized.
 inline Tensor new_norms(const Check& check, const TensorList& grads) {
   const int64_t size[] = {static_cast<int64_t>(grads.size())};
   return torch::stable::new_empty(grads[0], {size, 1}, norm_dtype(check));
@@ -96,7 +96,7 @@ inline FlatGrads flatten_grads(const TensorList& grads) {
   return flat;
 }
 
-// The operators' arguments, checked before anything is changed. `flat` outlives the check.
+// Checks the operators' arguments before anything is changed. `flat` must outlive the check.
 inline Check prepare_check(const FlatGrads& flat, const Tensor& leader,
                            const std::optional<Tensor>& inv_scale, std::optional<double> max_norm,
                            double norm_type) {

@@ -6,8 +6,8 @@
 
 namespace flatout {
 
-// Number of chunks that one block checks. It is 2 for 16-bit gradients, so that all blocks read equally many
-// bytes.
+// Number of chunks that one block checks. The number is 2 for 16-bit gradients, so that a block reads as many
+// bytes as for float32.
 template <class T>
 inline constexpr uint32_t kChunksOfBlock = sizeof(T) == 2 ? 2 : 1;
 
@@ -16,14 +16,15 @@ FLATOUT_HD uint32_t check_blocks(uint32_t chunks) {
   return chunks / kChunksOfBlock<T> + (chunks % kChunksOfBlock<T> != 0 ? 1 : 0);
 }
 
-// The thread's share of the chunk's norm and finiteness. With Rewrite, multiplies gradients by inv_scale in
-// memory. Rewrite is a template argument, because its registers would halve the threads of other checks.
+// Returns the thread's share of the chunk's norm and finiteness. With Rewrite, also multiplies the gradients
+// in memory by inv_scale. Rewrite is a template argument, because its registers would halve the occupancy of
+// other checks.
 template <Norm kNorm, bool Rewrite, class T>
 FLATOUT_HD Partial check_chunk(const ChunkView<T>& view, compute_t<T> inv_scale, uint32_t thread,
                                uint32_t threads) {
   using Acc = compute_t<T>;
   using Vector = Pack<T>;
-  const bool write = Rewrite && inv_scale != 1;  // times 1 changes nothing
+  const bool write = Rewrite && inv_scale != 1;  // a factor of 1 changes nothing
   T* x = view.gradients;
   Lane<kNorm, Acc> lane{0, 0};
   for_each_vector<Vector::kWidth, kBatch<1>>(

@@ -1,4 +1,4 @@
-// check_cpu.cpp: unscale + check + norm on the CPU: one read of the gradients.
+// check_cpu.cpp: unscale + check + norm on the CPU, in one read of the gradients.
 #include <torch/csrc/stable/library.h>
 
 #include <span>
@@ -22,8 +22,8 @@ struct Vector16<double> {
   typedef double type __attribute__((vector_size(16)));
 };
 
-// Norm and finiteness of a block, in a fixed order. Explicit 16-byte vectors: every CPU has them,
-// they are wide enough to keep up with memory, and the order of additions is the same on all of them.
+// Returns the norm and finiteness of a block. Explicit vectors of 16 bytes make the order of additions the
+// same on all CPUs. Every CPU has such vectors, and they are wide enough for the memory bandwidth.
 template <Norm kNorm, class Acc>
 FLATOUT_HD Partial check_block(const Acc* x, uint32_t count, Acc inv_scale) {
   using Vector = typename Vector16<Acc>::type;
@@ -52,7 +52,8 @@ FLATOUT_HD void multiply(T* __restrict x, uint32_t count, T factor) {
   for (uint32_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
-// One chunk of one tensor; with `rewrite` the gradients are multiplied by inv_scale on the way.
+// Check of one chunk of one tensor. With `rewrite`, the check also multiplies the gradients in memory by
+// inv_scale.
 template <class T, Norm kNorm>
 struct CheckChunk {
   using Acc = compute_t<T>;
@@ -185,7 +186,7 @@ void scale_on_cpu(const std::vector<FlatTensor>& tensors, int slot, ScalarType d
 CheckResult check_on_cpu(const Check& check, const Tensor& leader) {
   CheckResult result = new_verdict(check, leader);
   const double inv_scale = check.unscaling.get();
-  const bool rewrite = check.rewrite && inv_scale != 1;  // times 1 changes nothing
+  const bool rewrite = check.rewrite && inv_scale != 1;  // a factor of 1 changes nothing
   with_norm(check.norm, [&]<Norm kNorm>(std::integral_constant<Norm, kNorm>) {
     Partial total{0, 0};
     for (const GradList& list : check.lists)

@@ -11,7 +11,8 @@ namespace flatout {
 
 // Launches the whole check of gradients that have no elements.
 void launch_conclusion(const Conclusion& conclusion, cudaStream_t stream);
-// One list of Ts of a check. Its partials start at `first_partial`. With `rewrite`, the norm is of order 2.
+// Launches the check of one list of Ts. Its partials start at `first_partial`. With `rewrite`, the norm is of
+// order 2.
 template <class T>
 void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrite,
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);

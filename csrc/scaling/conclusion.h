@@ -23,7 +23,8 @@ FLATOUT_HD Partial add_partials(const Partial* partials, uint32_t count, uint32_
   return mine;
 }
 
-// State that all launches of one check share. The last block of all launches to finish writes the verdict.
+// State that all launches of one check share. The block that finishes last, over all launches, writes the
+// verdict.
 struct Conclusion {
   Partial* partials;  // one per chunk of all lists
   uint32_t chunks;    // of all lists

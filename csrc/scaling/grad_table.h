@@ -5,8 +5,8 @@
 
 namespace flatout {
 
-// Gradients of one dtype, passed by value as a kernel argument: as many as fit beside the other arguments,
-// for which 512 bytes are kept.
+// Gradients of one dtype, passed by value as a kernel argument. The capacity leaves 512 bytes for the other
+// arguments.
 template <int Capacity = (kArgumentBytes - 512) / (8 + 4 + 2)>
 struct GradTable {
   static constexpr int kCapacity = Capacity;
@@ -25,7 +25,7 @@ struct GradTable {
   }
 };
 
-// Calls launch(table) for as many full tables as the tensors need.
+// Calls launch(table) for as many tables as the tensors need. All tables but the last one are full.
 template <class Table, class Launch>
 void for_each_table(const std::vector<FlatTensor>& list, const Launch& launch) {
   Table table{};

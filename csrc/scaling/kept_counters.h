@@ -1,5 +1,5 @@
-// kept_counters.h: chooses the counter of a call: the kept counter of its stream, or one in the call's
-// memory.
+// kept_counters.h: chooses the counter of a call, either the kept counter of its stream or a counter in the
+// call's memory.
 #pragma once
 
 #include <map>
@@ -12,8 +12,8 @@
 
 namespace flatout {
 
-// Numbers of the counters in the device's code. One per stream is enough, because kernels of a stream run one
-// after another.
+// Numbers of the counters in the device's code. One counter per stream is enough, because kernels of a stream
+// run one after another.
 class KeptCounters {
  public:
   static KeptCounters& instance() {
@@ -21,7 +21,7 @@ class KeptCounters {
     return counters;
   }
 
-  // Calls launch(number), or launch(nullopt) once all counters are in use. Host threads take turns, so that
+  // Calls launch(number), or launch(nullopt) if all counters are in use. Host threads take turns, so that
   // launches of one stream do not mix.
   template <class Launch>
   void use(int32_t device, cudaStream_t stream, const Launch& launch) {

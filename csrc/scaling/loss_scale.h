@@ -14,8 +14,7 @@ struct LossScale {
   double growth_factor = 1, backoff_factor = 1;
   int64_t growth_interval = 1;
 
-  // torch computes the reciprocal in double and rounds it to the same float. No reciprocal of a float is
-  // close enough to the middle of two floats to differ.
+  // torch computes the reciprocal in double and rounds it. The result is the same for each float.
   FLATOUT_HD float inverse() const { return 1.0f / *scale; }
 
   // The arithmetic of torch._amp_update_scale_.

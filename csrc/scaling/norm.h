@@ -23,7 +23,7 @@ void with_norm(Norm norm, const Body& body) {
   }
 }
 
-// A number, or a vector of them, at a time. NaN spreads through the maximum too, as in torch.
+// X is a number or a vector of numbers. The maximum of NaN and a number is NaN, as in torch.
 template <class X>
 FLATOUT_HD X magnitude(X x) {
   return x < 0 ? -x : x;
@@ -33,8 +33,9 @@ FLATOUT_HD X larger(X a, X b) {
   return ((b > a) | (b != b)) ? b : a;
 }
 
-// A lane's running result. `bad` stays 0 while every gradient is finite and is NaN afterwards (inf - inf, NaN
-// - NaN): kept apart from the norm, which may overflow although no gradient did.
+// A lane's running result. `bad` is 0 until a gradient is inf or NaN, and NaN from then on, because inf - inf
+// and NaN - NaN are NaN. `bad` is separate from the norm, which may overflow even if all gradients are
+// finite.
 template <Norm kNorm, class Acc>
 struct Lane {
   Acc norm;  // a sum of magnitudes, a sum of squares or a maximum
@@ -48,8 +49,8 @@ struct Lane {
   }
 };
 
-// A chunk's result, always in double: 3,000 gradients of 1,000 in half precision must not overflow.
-// The alignment lets one instruction load a partial.
+// A chunk's result, in double for all dtypes, so that the sum over many chunks does not overflow. The
+// alignment lets one instruction load a partial.
 struct alignas(16) Partial {
   double norm;
   double bad;
@@ -62,12 +63,13 @@ struct alignas(16) Partial {
 };
 
 struct Verdict {
-  float found_inf;     // 1 when a gradient is inf or NaN, else 0
+  float found_inf;     // 1 if a gradient is inf or NaN, else 0
   double grad_norm;    // of the unscaled gradients
   double grad_factor;  // inv_scale x clip coefficient
 };
 
-// The coefficient is torch.nn.utils.clip_grad_norm_'s, a NaN norm included; max_norm < 0 means no clipping.
+// Returns the verdict on the sum of all partials. The clip coefficient equals that of
+// torch.nn.utils.clip_grad_norm_, also for a norm of NaN. max_norm < 0 means no clipping.
 template <Norm kNorm>
 FLATOUT_HD Verdict conclude(const Partial& total, double inv_scale, double max_norm) {
   Verdict verdict;
@@ -82,10 +84,10 @@ FLATOUT_HD Verdict conclude(const Partial& total, double inv_scale, double max_n
   return verdict;
 }
 
-// Where a verdict goes, on the gradients' device.
+// Addresses of a verdict on the gradients' device.
 struct VerdictAddress {
   float* found_inf;
-  void* grad_norm;    // double when `wide`, else float
+  void* grad_norm;    // double if `wide`, else float
   void* grad_factor;  // as grad_norm
   bool wide;
 

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) last = finishes_last(address_of(norms.counter), 1, gridDim.x);
   __syncthreads();
   if (!last) return;
-  constexpr uint32_t kTogether = 4;  // more would cost the kernel threads, in registers
+  constexpr uint32_t kTogether = 4;  // more would take registers and lower occupancy
   for (uint32_t t = threadIdx.x / kLanes; t < table.tensors; t += blockDim.x / kLanes) {
     const uint32_t first = table.first_chunk[t], chunks = table.first_chunk[t + 1] - first;
     const Partial total = warp_sum<kNorm>(

@@ -9,11 +9,11 @@ struct Norms {
   Partial* partials;  // one per chunk of a launch
   Counter counter;
   DeviceScalar inv_scale;
-  void* norms;  // of all gradients; double when `wide`, else float
+  void* norms;  // of all gradients; double if `wide`, else float
   bool wide;
   bool writes_empty;  // writes 0 for gradients without elements
 
-  // The same without the gradients before `first`.
+  // Returns a copy without the gradients before `first`.
   FLATOUT_HD Norms from(uint32_t first) const {
     Norms rest = *this;
     rest.norms = static_cast<char*>(norms) + uint64_t{first} * (wide ? sizeof(double) : sizeof(float));

@@ -10,7 +10,7 @@
 namespace flatout {
 namespace {
 
-// All gradients in order. Gradients of other dtypes are empty.
+// Returns all gradients in order. Gradients of other dtypes are empty.
 std::vector<FlatTensor> only(ScalarType dtype, const TensorList& grads) {
   std::vector<FlatTensor> flat(grads.size());
   for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -29,8 +29,8 @@ Tensor grad_norms_cuda(const TensorList& grads, const std::optional<Tensor>& inv
   const nvtx::Range range("flatout::grad_norms");
   int64_t chunks = 0;
   for (const Tensor& grad : grads) chunks += chunks_of(grad.numel());
-  // Partials, then a counter, as in a check. Launches of several dtypes run one after another, so they share
-  // the memory.
+  // Holds partials, then a counter, as in a check. Launches of several dtypes run one after another, so they
+  // share the memory.
   const int64_t size[] = {2 * chunks + 1};
   const Tensor scratch = torch::stable::new_empty(grads[0], {size, 1}, ScalarType::Double);
   auto* partials = static_cast<Partial*>(scratch.data_ptr());

@@ -9,7 +9,7 @@
 
 namespace flatout {
 
-// Norms of the gradients of dtype T. Gradients of other dtypes are empty in `tensors`.
+// Launches the norms of the gradients of dtype T. Gradients of other dtypes are empty in `tensors`.
 template <class T>
 void launch_norms(const std::vector<FlatTensor>& tensors, Norm norm, const Norms& norms, cudaStream_t stream);
 

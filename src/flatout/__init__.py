@@ -1,12 +1,13 @@
 """flatout: make any PyTorch training loop run flat out.
 
-``run = flatout.optimize(model, loader, optimizer=opt, loss_fn=loss)`` tries each technique of the GPU-utilisation
-checklist on the user's own step, keeps what pays, undoes what does not, and ``print(run.report)`` explains it.
+``run = flatout.optimize(model, loader, optimizer=opt, loss_fn=loss)`` tries each technique of the GPU utilization
+checklist on the user's own step. Techniques that help are kept, and all others are reverted. ``print(run.report)``
+explains the decisions.
 """
 
 import logging  # noqa: I001  (native stays before the other modules)
 
-from flatout import native  # noqa: F401  (first: it refuses a torch that is too old)
+from flatout import native  # noqa: F401  (imported first, because it rejects a torch that is too old)
 from flatout import amp, data, mfu, optim
 from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
@@ -17,6 +18,7 @@ from flatout.core.deprecated import old_names
 from flatout.core.reproducible import reproducible
 from flatout.core.version import __version__
 from flatout.run import Run, report_of, undo
+from flatout import integrations, monitor, profile, report, testing
 
 __all__ = [
     "CorruptCheckpointError",
@@ -27,15 +29,20 @@ __all__ = [
     "amp",
     "auto",
     "data",
+    "integrations",
     "mfu",
+    "monitor",
     "optim",
     "optimize",
+    "profile",
+    "report",
     "report_of",
     "reproducible",
+    "testing",
     "undo",
 ]
 
-# Without a handler, Python would print warnings of a library.
+# Without a handler, Python would print a library's warnings.
 logging.getLogger("flatout").addHandler(logging.NullHandler())
 
 __getattr__ = old_names("flatout", {"DamagedCheckpoint": CorruptCheckpointError})

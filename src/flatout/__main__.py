@@ -1,4 +1,4 @@
-"""``python -m flatout``, for where no ``flatout`` is on the path, and for ``torchrun``."""
+"""``python -m flatout``, for ``torchrun``, and for systems without the command ``flatout`` on the path."""
 
 import sys
 

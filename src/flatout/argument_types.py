@@ -1,4 +1,4 @@
-"""Types of the objects that are given to ``flatout.optimize``. Each error shows the line of code to write instead."""
+"""Checks of the types of ``flatout.optimize``'s arguments. Errors show the line of code to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.tuning.request import Request
 
 
 def check_types(request: Request) -> None:
-    """Refuse objects of the wrong type, and classes in place of their instances.
+    """Reject objects of the wrong type, and classes in place of their instances.
 
     Raises:
         TypeError: an object is of the wrong type.
@@ -83,7 +83,7 @@ def _is_class(value: Any, base: type) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Return what a value is: ``the class AdamW``, ``a list of 2``, or the name of its type."""
+    """Return a description of a value, such as ``the class AdamW``, ``a list of 2``, or the name of its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (list, tuple, dict)):

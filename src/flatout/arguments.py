@@ -23,14 +23,14 @@ from flatout.tuning.ranks import PARALLEL
 from flatout.tuning.request import Request
 
 BUDGET_VARIABLE = "FLATOUT_BUDGET"
-"""Environment variable for the seconds to spend on measuring, if ``budget`` is not given."""
+"""Environment variable for the seconds to spend on measurements, if ``budget`` is not given."""
 
 
 def budget_of(budget: float | None) -> float | None:
-    """Return the argument ``budget``, else the value of ``FLATOUT_BUDGET``; None if neither is given.
+    """Return the argument ``budget``, else the value of ``FLATOUT_BUDGET``, or None if neither is given.
 
     Raises:
-        ValueError: the variable is needed and holds no number >= 0.
+        ValueError: the variable is needed, and its value is not a number >= 0.
     """
     text = os.environ.get(BUDGET_VARIABLE, "").strip()
     if budget is not None or not text:
@@ -71,7 +71,7 @@ def validate(request: Request) -> Choices:
 
 
 def check_precision(model: nn.Module, precision: str) -> None:
-    """Refuse float32 precision for a model whose parameters have another dtype."""
+    """Reject ``"fp32"`` and ``"tf32"`` for a model whose parameters have another dtype."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if precision in ("fp32", "tf32") and not dtypes <= {torch.float32}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -79,7 +79,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, functions: Mapping[str, Any]) -> None:
-    """Refuse modules without weights in memory, and a model or an optimizer that cannot train."""
+    """Reject modules without weights in memory, and a model or an optimizer that cannot train."""
     for name, module in functions.items():
         if isinstance(module, nn.Module):
             _check_materialized(name, module)
@@ -104,7 +104,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, fun
 
 
 def _check_materialized(name: str, module: nn.Module) -> None:
-    """Refuse a module with lazy parameters or with tensors on the meta device."""
+    """Reject a module with lazy parameters or with tensors on the meta device."""
     for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
@@ -119,11 +119,11 @@ def _check_materialized(name: str, module: nn.Module) -> None:
 
 
 def check_schedule(request: Request) -> None:
-    """Refuse arguments that only an update uses without an optimizer, LBFGS, and schedulers that cannot be stepped.
+    """Reject an optimizer or a scheduler that ``run.step`` cannot step, and arguments that need an optimizer.
 
     Raises:
         TypeError: ``scheduler`` has no ``step`` method.
-        ValueError: an argument needs an optimizer, or ``run.step`` cannot drive the optimizer or the scheduler.
+        ValueError: an argument needs an optimizer, or ``run.step`` cannot step the optimizer or the scheduler.
     """
     if request.optimizer is None:
         for name in request.run_step_arguments:
@@ -139,7 +139,7 @@ def check_schedule(request: Request) -> None:
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a scheduler that needs a metric, and a scheduler of another optimizer."""
+    """Reject a scheduler that needs a metric, and a scheduler of another optimizer."""
     if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
         raise TypeError(f"scheduler must have a step() method, got {scheduler!r}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -156,9 +156,9 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _share_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Return whether a learning rate set in one optimizer is set in the other.
+    """Return True if a learning rate that is set in one optimizer is also set in the other.
 
-    True where both share a param group or one wraps the other.
+    Such optimizers share a parameter group, or one of them wraps the other.
     """
     if any(mine is theirs for mine in one.param_groups for theirs in other.param_groups):
         return True
@@ -172,7 +172,7 @@ def check_numbers(
     budget: float | None,
     memory_limit: int | None,
 ) -> None:
-    """Refuse other types than numbers, and numbers that are out of range.
+    """Reject values that are not numbers, and numbers that are out of range.
 
     Raises:
         TypeError: an argument is not a number, or ``accumulate`` is not a whole number.
@@ -202,7 +202,7 @@ def _check_number(name: str, value: Any, code: str) -> None:
 
 
 def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, asked: Mapping[str, Any]) -> None:
-    """Refuse an unknown rule, a batch size that is not a positive int, and contradictions with ``techniques``."""
+    """Reject an unknown rule, a batch size that is not a positive int, and contradictions with ``techniques``."""
     if lr_rule not in ("auto", *LR_RULES):
         raise ValueError(f"lr_rule must be one of 'auto', {', '.join(map(repr, LR_RULES))}, got {lr_rule!r}")
     given = asked.get(BATCH_SIZE.name)

@@ -1,4 +1,4 @@
-"""Errors about keywords that a function does not have: each one shows the argument to write instead."""
+"""Errors about keywords that a function does not have. Each error shows the argument to write instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER_NAMES = {
     "techniques={'workers': 4}": ("num_workers", "dataloader_num_workers"),
     "techniques={'compile': True}": ("torch_compile",),
 }
-"""Names that other libraries give to an argument, by the code to write instead."""
+"""Names of the same arguments in other libraries, by the code to write instead."""
 
 
 def explains_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,7 +54,7 @@ def explains_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _instead(name: str, value: object, known: tuple[str, ...]) -> str:
-    """Return what to write in place of an unknown keyword and its value."""
+    """Return a sentence with the code to write in place of an unknown keyword and its value."""
     for code, names in OTHER_NAMES.items():
         if name in names and code.partition("=")[0] in known:
             return f"Write {code}"

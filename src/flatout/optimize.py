@@ -1,4 +1,4 @@
-"""``flatout.optimize``: validate, prepare, repeat or search, confirm, assemble."""
+"""``flatout.optimize``, which validates arguments, decides about techniques, and makes the ``Run``."""
 
 from __future__ import annotations
 
@@ -56,84 +56,90 @@ def optimize(
     plan: Plan | str | Path | None = CACHED,
     parallel: str = "auto",
 ) -> Run:
-    """Make a training loop run flat out: try each technique on the user's own step, keep what pays.
+    """Make a training loop run flat out. Try each technique on the user's own step, and keep the ones that help.
 
-    A model in eval mode that comes without an optimizer is tuned for inference: its forward under ``inference_mode``.
+    A model in eval mode without an optimizer is tuned for inference. Its forward then runs under ``inference_mode``.
 
-    Trials leave no trace. Weights, buffers, gradients, optimizer state, random-number generators, modes and backend
+    Trials have no side effects. Weights, buffers, gradients, optimizer state, random generators, modes and backend
     flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for modules, optimizers,
     loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python attributes
     and hooks that ``forward``, loss or dataset set are not restored.
 
-    Meanwhile, a terminal or a notebook shows one live line. Each decision is a record of level INFO of the logger
-    ``flatout.tuning``. ``logging.basicConfig(level=logging.INFO)`` prints all records.
+    During the trials, a terminal or a notebook shows one live line. Each decision is a record of level INFO of the
+    logger ``flatout.tuning``. ``logging.basicConfig(level=logging.INFO)`` prints all records.
 
     Args:
-        model: any ``nn.Module``; stays the same object.
-        loader: any iterable of batches: ``(x, y)`` pairs, mappings, or any batch that ``compute_loss`` takes.
-        optimizer: updates the model. It is also tuned for a loop of your own, which computes the loss:
-            ``model, loader = flatout.optimize(model, loader, optimizer)``. Without it only model and loader are tuned.
-        loss_fn: ``(model(x), y) -> scalar``; not needed if the model's output has ``.loss``, or for a loop of your own.
+        model: any ``nn.Module``. The returned model is the same object.
+        loader: any iterable of batches. A batch is an ``(x, y)`` pair, a mapping, or any object that ``compute_loss``
+            accepts.
+        optimizer: the optimizer of the model. With ``model, loader = flatout.optimize(model, loader, optimizer)``, the
+            optimizer is tuned for your own loop, which computes the loss. Without an optimizer, only model and loader
+            are tuned.
+        loss_fn: ``(model(x), y) -> scalar``. Not needed if the model's output has ``.loss``, or for your own loop.
         compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
             entries from its batch and write to the tensors, because it receives a copy.
-        loss_weight: ``(batch) -> weight``, a number or a 0-dim tensor. Needed if the loss is not a mean over samples,
-            but for example over tokens: ``lambda batch: (batch["labels"] != -100).sum()``. Called when a batch is
-            computed in parts.
+        loss_weight: ``(batch) -> weight``, as a number or a 0-dim tensor. Needed if the loss is not a mean over
+            samples. For a mean over tokens, for example, pass ``lambda batch: (batch["labels"] != -100).sum()``. Called
+            if a batch is computed in parts, or by several ranks.
         scheduler: a learning-rate scheduler, stepped once per update.
-        device: where to train; default: cuda if available, else cpu.
+        device: device of the training. The default is the rank's GPU under ``torchrun``, else the model's GPU, else the
+            current GPU, else the CPU.
         precision: ``"auto"`` (measured), ``"fp32"``, ``"tf32"``, ``"bf16"`` or ``"fp16"``. Other libraries' names are
             accepted, such as ``torch.bfloat16`` and ``"bf16-mixed"``.
-        batch_size: samples per update: ``"keep"``, ``"auto"`` for the fastest that fits in memory, or a number.
-            ``"auto"`` and a number rebuild the loader with another batch size and the same sampler, and scale the
-            learning rate by ``lr_rule``. A batch that is faster in parts, or too large for memory, is computed in
-            parts: ``run.micro_batch``. The plan holds the result of ``"auto"``. To resume such a training, pass
-            ``plan=Plan.from_checkpoints(folder)``.
-        lr_rule: scaling of every group's learning rate: ``"linear"`` in the samples per update, ``"sqrt"`` of these,
-            ``"none"``, or ``"auto"``: the plan's rule, else linear for SGD and sqrt for Adam and all others. A larger
-            rate is warmed up over five epochs, or a tenth of the training if this is shorter. The scheduler still steps
-            once per original number of samples.
-        memory_limit: limit in bytes of parameters, gradients, optimizer state and the peak memory of a step; default:
-            nine tenths of the device's memory.
+        batch_size: samples per update, as a number. ``"keep"`` keeps the loader's, and ``"auto"`` finds the fastest
+            that fits in memory. ``"auto"`` and a number rebuild the loader with another batch size and the same
+            sampler, and scale the learning rate by ``lr_rule``. A batch that is faster in parts, or too large for
+            memory, is computed in parts of ``run.micro_batch`` samples. The plan has the result of ``"auto"``. To
+            resume such a training, pass ``plan=Plan.from_checkpoints(folder)``.
+        lr_rule: scaling of every group's learning rate for another number of samples per update. ``"linear"`` scales in
+            proportion to the samples, ``"sqrt"`` with their square root, and ``"none"`` not at all. ``"auto"`` is the
+            plan's rule, else linear for SGD and sqrt for Adam and all others. A larger rate is warmed up over five
+            epochs, or a tenth of the training if this is shorter. The scheduler still steps once per original number of
+            samples.
+        memory_limit: limit in bytes of parameters, gradients, optimizer state and the peak memory of a step. The
+            default is nine tenths of the device's memory.
         accumulate: batches per update.
-        max_grad_norm: clip the global gradient norm to this.
-        deterministic: whether training is bit-reproducible, as with :func:`flatout.reproducible`. If True, only
-            bit-identical techniques are chosen by timing, and the report shows the cost in speed. While
-            ``flatout.reproducible`` is in force, techniques are chosen as with True.
-        seed: seed of python, numpy and torch, set after tuning. With ``deterministic`` it also seeds the random
+        max_grad_norm: limit to which the global gradient norm is clipped. The default is no clipping.
+        deterministic: True for bit-reproducible training, as with :func:`flatout.reproducible`. Then only bit-identical
+            techniques are chosen by timing, and the report shows the cost in speed. While ``flatout.reproducible`` is
+            in force, techniques are chosen as with True.
+        seed: seed of Python, NumPy and torch, set after tuning. With ``deterministic``, it also seeds the random
             augmentation of each sample (:func:`flatout.data.seed_samples`).
         techniques: ``{"compile": False}`` forbids a technique, ``{"workers": 4}`` forces one. A forced technique is
-            applied, or an error says why this is impossible.
-        expected_steps: batches of ``loader`` that the training will take, for break-even decisions, the default budget
-            and the length of a warm-up. Default: 10 epochs, or 10,000 batches if an epoch has no known length or more
-            than 10 million batches.
-        budget: seconds to spend on measuring; 0 means rules only (a ``memory_limit`` takes a few steps). Default: the
-            environment variable ``FLATOUT_BUDGET``, else the smaller of 60 seconds and a tenth of the training's time.
-            The default means rules only if the training is too short to compare anything. Then a note names the
-            ``expected_steps`` to pass. Advice takes at most a twentieth of the budget on top.
+            applied, or an error gives the reason why this is impossible.
+        expected_steps: number of batches of ``loader`` in the whole training, for break-even decisions, the default
+            budget and the length of a warm-up. The default is 10 epochs, or 10,000 batches if an epoch has no known
+            length or more than 10 million batches.
+        budget: seconds to spend on measurements. 0 means rules only, but a ``memory_limit`` takes a few steps. The
+            default is the environment variable ``FLATOUT_BUDGET``, else the smaller of 60 seconds and a tenth of the
+            training's time. If the training is too short for any comparison, the default means rules only. Then a note
+            names the ``expected_steps`` to pass. Advice takes at most another twentieth of the budget.
         plan: ``"cached"`` repeats the decisions of an earlier start with the same model, data, arguments and machine.
             Numerics are compared again, and the decisions must not lose a race of two seconds or three pairs. With
             ``deterministic`` there is no race. Setup, such as a compilation, is not limited by ``budget``. Without such
-            decisions, or if they fail, trials decide, and the result is cached in the folder ``FLATOUT_CACHE``
-            (``~/.cache/flatout`` by default, ``off`` for none). None always runs the trials, and replaces the cached
-            decisions. A ``Plan`` or the path of a saved one is applied without measuring. Its decisions that do not
-            apply here are skipped, and their rows say so. ``techniques`` and ``precision`` must agree with the plan.
-        parallel: what several ranks do. With ``"auto"`` under ``torchrun``, where the script makes no process group,
-            the model becomes data-parallel in place, each rank trains on its slice of every batch of ``loader``, and
-            all ranks make the same decisions. A script with its own process group stays as it is. ``"ddp"`` asks for
-            this in such a script, too. ``"none"``: each rank trains on its own. A failure on one rank ends
-            ``optimize`` on all: the others raise a ``RuntimeError`` with its rank and error.
+            decisions, or if they fail, trials decide. The result is cached in the folder ``FLATOUT_CACHE``. The default
+            folder is ``~/.cache/flatout``, and ``off`` turns the cache off. None always runs the trials, and replaces
+            the cached decisions. A ``Plan``, or the path of a saved plan, is applied without measurements. Decisions
+            that do not apply here are skipped, and their rows give the reason. ``techniques`` and ``precision`` must
+            agree with the plan.
+        parallel: behavior of several ranks. ``"auto"`` trains data-parallel under ``torchrun`` if the script makes no
+            process group. The model then becomes data-parallel in place, each rank trains on its slice of every batch
+            of ``loader``, and all ranks make the same decisions. With ``"auto"``, a script with its own process group
+            does not change. ``"ddp"`` trains data-parallel in such a script, too. With ``"none"``, each rank trains
+            alone. A failure on one rank ends ``optimize`` on all ranks. The other ranks raise a ``RuntimeError`` that
+            names the failed rank and its error.
 
     Returns:
         A ``Run``, which also unpacks into ``model, loader``.
 
     Raises:
-        TypeError: an argument or a batch has an unsupported type, or there is no such argument.
-        ValueError: an argument has a wrong value or disagrees with the plan. Or the loader is empty, the model has
-            nothing to train, the optimizer holds none of the model's parameters, or the loss is not a scalar. Nothing
-            has changed.
-        RuntimeError: ``deterministic`` comes too late, because cuBLAS has already started. Or trials cannot restore
-            what the loss changes: it steps an optimizer that was not found, or first writes to another module after its
-            first call. Nothing has changed except by such a late write.
+        TypeError: an argument or a batch has an unsupported type, or an argument is unknown.
+        ValueError: an argument has a wrong value or disagrees with the plan. Other reasons are an empty loader, a model
+            without trainable parameters, an optimizer of other parameters, and a loss that is not a scalar. Nothing has
+            changed.
+        RuntimeError: ``deterministic`` comes too late, because cuBLAS has already started. Or trials cannot restore the
+            changes of the loss. The loss then steps an optimizer that was not found, or writes to another module only
+            after its first call. Nothing has changed except by such a late write.
     """
     request = Request(
         model=model,
@@ -193,7 +199,7 @@ def assemble(session: Session, outcome: Outcome) -> Run:
 
 
 def summary_of(session: Session, outcome: Outcome, seconds: float) -> Summary:
-    """Return everything that a report shows.
+    """Return the content of a report.
 
     Args:
         session: the session, with its decisions.
@@ -221,7 +227,7 @@ def summary_of(session: Session, outcome: Outcome, seconds: float) -> Summary:
 def _notes(session: Session) -> tuple[str, ...]:
     """Return notes for the report.
 
-    The notes name the tuned loop, unless it is the training of ``run.step``, and costs outside of the figures.
+    The notes name the tuned loop, if it is not the training of ``run.step``, and the conditions of the measurements.
     """
     spec, size = session.job.spec, size_of(session.job)
     notes = [*session.notes]

@@ -1,4 +1,4 @@
-"""Decisions of ``optimize`` as data, to save and to apply again without measurements."""
+"""Decisions of ``optimize`` as data, which can be saved and applied again without measurements."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from flatout.techniques import REGISTRY, Measured
 from flatout.training.checkpoint.folder import newest_in
 
 CACHED = "cached"
-"""Value of ``optimize(plan=...)`` for the plan that an earlier start left in the user's cache."""
+"""Value of ``optimize(plan=...)`` for the plan that an earlier start has saved in the user's cache."""
 
 SCHEMA_VERSION = 3
 READABLE_VERSIONS = (2, SCHEMA_VERSION)
-"""Versions of plan files that ``Plan.load`` reads. Version 2 has decisions and fingerprint only."""
+"""Versions of plan files that ``Plan.load`` reads. Version 2 has only decisions and fingerprint."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Described):
     """Decisions of ``optimize``, and the setup that they were made for.
 
-    Two plans are equal if decisions and fingerprint are.
+    Two plans are equal if their decisions and fingerprints are equal.
 
     Attributes:
-        decisions: value for each kept technique, as ``optimize(techniques=...)`` takes it.
+        decisions: value for each kept technique, as ``optimize(techniques=...)`` accepts it.
         fingerprint: device, torch, model, optimizer and batch that the decisions were made for.
-        noise: noise floor of the measurements: relative difference of the baseline from itself; None if unknown.
-        load_average: load average of the last minute before the measurements; None if unknown.
-        cores: cores that the process could use; None if unknown.
+        noise: noise floor of the measurements, as relative difference of the baseline from itself. None if unknown.
+        load_average: load average of the last minute before the measurements, or None if unknown.
+        cores: number of cores that the process could use, or None if unknown.
         undecided: names of techniques that the budget or the noise left without a decision.
     """
 
@@ -77,7 +77,7 @@ class Plan(Described):
         """Read a plan that ``save`` wrote.
 
         Raises:
-            ValueError: the file is not such a plan, or is of another version.
+            ValueError: the file is not a plan, or has another version.
             OSError: the file cannot be read.
         """
         if is_special(path):
@@ -117,7 +117,7 @@ class Plan(Described):
 
     @classmethod
     def from_checkpoints(cls, folder: str | Path) -> Plan | None:
-        """Return the plan of the newest checkpoint in a folder of ``Run.fit``; None without a checkpoint.
+        """Return the plan of the newest checkpoint in a folder of ``Run.fit``, or None without a checkpoint.
 
         A script with ``optimize(..., plan=Plan.from_checkpoints("checkpoints") or "cached")`` uses the same decisions
         after each restart, and no timing changes them. ``techniques=`` and ``precision=`` may stay in the script,
@@ -136,7 +136,7 @@ class Plan(Described):
             raise ValueError(f"the newest checkpoint in {folder} holds no plan: {first_line(error)}") from error
 
     def check_decisions(self) -> None:
-        """Reject unknown techniques, and values that a technique never has.
+        """Reject unknown techniques, and values that a technique does not accept.
 
         Raises:
             ValueError: a decision is rejected. The message names the first such technique.
@@ -156,7 +156,7 @@ class Plan(Described):
 
         Args:
             technique: the name of the technique.
-            value: value of ``techniques=`` or ``precision=``, as in ``decisions``; False: forbidden.
+            value: value of ``techniques=`` or ``precision=``, as in ``decisions``. False means forbidden.
 
         Raises:
             ValueError: the choice differs. The message names the technique and both values.
@@ -193,11 +193,14 @@ _CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of strings",
     ),
 }
-"""Fields on the machine and its measurements: test, and words for an error. Files of version 2 have none of them."""
+"""Fields about the machine and the measurements, with a check and the allowed values for an error.
+
+Files of version 2 do not have these fields.
+"""
 
 
 def _with_lr_rule(decisions: dict[str, Any]) -> dict[str, Any]:
-    """Return decisions with a rule of learning rates. Plans without a rule are from when linear was the default."""
+    """Return decisions with a rule of learning rates. In plans without a rule, linear was the default."""
     size = decisions.get("batch_size")
     if not isinstance(size, dict) or size.get("samples") is None:
         return decisions
@@ -207,13 +210,16 @@ def _with_lr_rule(decisions: dict[str, Any]) -> dict[str, Any]:
 def fingerprint(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, batch: Any = None
 ) -> dict[str, str]:
-    """Return the setup that decisions depend on: device, torch, modules, optimizer class, shapes and dtypes of a batch.
+    """Return the setup that decisions depend on.
+
+    The setup is the device, the version of torch, the model, the optimizer's class, and the shapes and dtypes of a
+    batch.
 
     Args:
-        model: its modules' classes, parameters and buffers, not their values.
-        optimizer: None for the user's own loop, and for inference.
-        device: where the training runs.
-        batch: left out of the fingerprint if None.
+        model: the model. The classes of its modules, its parameters and its buffers count, but not their values.
+        optimizer: the optimizer, or None for the user's own loop and for inference.
+        device: device of the training.
+        batch: a batch, or None to leave the batch out of the fingerprint.
     """
     made = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
     made += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]

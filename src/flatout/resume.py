@@ -1,4 +1,4 @@
-"""State of a run: saved in checkpoints, and resumed bit-exactly."""
+"""State of a run, which is saved in checkpoints and resumed bit-exactly."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from flatout.training.loader import TrainingLoader
 from flatout.training.non_finite import NonFiniteMonitor
 
 STATE_VERSION = 1
-"""Version of the result of ``Run.state_dict``, raised when an entry changes its meaning or is removed."""
+"""Version of the result of ``Run.state_dict``, which increases if an entry changes its meaning or is removed."""
 
 
 class Resumable:
-    """Training whose whole state can be saved and resumed bit-exactly: the checkpoint methods of ``Run``.
+    """Training whose whole state can be saved and resumed bit-exactly, as base of ``Run``.
 
     Args:
         job: the training.
-        scheduler: the learning-rate scheduler; None without one.
+        scheduler: the learning-rate scheduler, or None without a scheduler.
         plan: the decisions.
         loader: yields the batches of the training.
 
     Attributes:
-        loader: yields the batches of the training; the user's own after ``undo``.
-        steps: number of steps, including those before a loaded checkpoint.
+        loader: yields the batches of the training. After ``undo``, this is the user's own loader.
+        steps: number of steps, including the steps before a loaded checkpoint.
         fitted: progress of ``fit``.
         plan: the decisions.
     """
@@ -55,30 +55,31 @@ class Resumable:
         self._scheduler = scheduler
         self._finite = NonFiniteMonitor(job)
         self._writer = checkpoint.Writer()
-        self._is_loaded = False  # since the last fit
+        self._is_loaded = False  # True if a state was loaded after the last fit
         self._generators: list[Any] | None = None
 
     @property
     def micro_batch(self) -> int | None:
-        """Number of samples that ``step`` computes at once; None: whole batches."""
+        """Number of samples that ``step`` computes at once, or None for whole batches."""
         return self._job.stepper.micro_batches.size
 
     def save(self, path: str | Path, *, asynchronous: bool = False, then: Callable[[], object] | None = None) -> None:
-        """Write the whole state of this training, :meth:`state_dict`, to one file.
+        """Write the whole state of this training to one file. The state is the result of :meth:`state_dict`.
 
         The file is written atomically and has a checksum. ``torch.load(path)`` also reads it. In a data-parallel
         training, all ranks call this, and rank 0 writes the file.
 
         Args:
             path: the file, in an existing folder. An existing file is replaced.
-            asynchronous: copy the state into host memory now, and write the copy while training continues. The file is
-                complete when the next save starts, after :meth:`flush_saves`, or when the process has ended.
-            then: called when the file is complete, on the rank that writes it. With ``asynchronous``, the writing
-                thread calls it.
+            asynchronous: True to copy the state into host memory now, and to write the copy while training continues.
+                The file is complete when the next save starts, after :meth:`flush_saves`, or when the process has
+                ended.
+            then: called when the file is complete, on the rank that writes the file. With ``asynchronous``, the writing
+                thread calls this function.
 
         Raises:
-            TypeError: the state of model, optimizer or scheduler holds an object that a checkpoint cannot hold.
-            OSError: the write failed. With ``asynchronous``: the previous write failed.
+            TypeError: the state of model, optimizer or scheduler has an object that a checkpoint cannot store.
+            OSError: this write failed, or the previous asynchronous write failed.
         """
         ranks = self._job.spec.ranks
         with OwnError(), ranks.attempt("run.save"):
@@ -93,20 +94,21 @@ class Resumable:
     def load(self, path: str | Path) -> None:
         """Resume from the file that :meth:`save` wrote. Loading executes no code from the file.
 
-        In a data-parallel training, all ranks call this, and each reads the file. With as many ranks as before,
-        training resumes bit-exactly. With any other number, it resumes with the same samples.
+        In a data-parallel training, all ranks call this, and each rank reads the file. With as many ranks as before,
+        training resumes bit-exactly. With any other number of ranks, training resumes with the same samples.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            flatout.CorruptCheckpointError: a ``ValueError``: the file is corrupt or was not written by ``save``.
-            ValueError: the file is of another training. Nothing has changed.
+            flatout.CorruptCheckpointError: the file is corrupt or was not written by ``save``. The class is a subclass
+                of ``ValueError``.
+            ValueError: the file belongs to another training. Nothing has changed.
         """
         self._adopt(checkpoint.read(path), f"{path} is")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the training, made of tensors, numbers, strings and containers.
+        """Return the whole state of the training, as tensors, numbers, strings and containers.
 
-        Tensors are the live ones.
+        Tensors are not copied, so later steps change them.
 
         The state holds the model, the loss module, the optimizer with its averages, the loss scaler and the scheduler.
         It also holds pending gradients, the loader's position and generators, the global generators of torch, NumPy and
@@ -136,10 +138,10 @@ class Resumable:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``. A running loop over ``run.loader`` is not changed; start a new one.
+        """Resume from ``state``. Start a new loop over ``run.loader``, because a running loop does not change.
 
         Raises:
-            ValueError: the state is of another training. Nothing has changed.
+            ValueError: the state belongs to another training. Nothing has changed.
         """
         self._adopt(state, "the state is", torch.clone)
 
@@ -149,12 +151,12 @@ class Resumable:
         Args:
             state: the result of ``state_dict``.
             what: the beginning of error messages, such as "the state is".
-            tensor: copies a tensor of ``state``, so that nothing else shares its memory.
+            tensor: copies a tensor of ``state``, so that no other object shares its memory.
 
         Raises:
             ValueError: ``state`` does not fit this training.
         """
-        # On the host: the device may have no room for a second model.
+        # The copies are on the host, because the device may not have enough memory for a second model.
         before = Snapshot.capture(
             self._job.spec.modules,
             self._job.spec.optimizer,
@@ -208,7 +210,7 @@ class Resumable:
             )
 
     def _write_random(self, generators: RandomState, states: Sequence[Any]) -> None:
-        """Set the generators of this rank to their states. Those of a rank that had none keep their own.
+        """Set the generators of this rank to their states. A rank without saved states keeps its own.
 
         Args:
             generators: the generators of this rank.
@@ -237,7 +239,7 @@ class Resumable:
         return plan, fitted, steps, micro_batch
 
     def _check_scheduler(self, state: Any, own: Any) -> None:
-        """Refuse a state that would break the scheduler, because ``load_state_dict`` accepts any attributes."""
+        """Reject a state that would break the scheduler, because ``load_state_dict`` accepts any attributes."""
         check_kinds(state, own, "scheduler")
         for name in () if own is None else state.keys() - own.keys():
             if callable(getattr(self._scheduler, name, None)):
@@ -245,7 +247,7 @@ class Resumable:
 
     @property
     def why_not_in_mid_epoch(self) -> str:
-        """Reason why the loader does not know its position in an epoch; empty if it does."""
+        """Reason why the loader does not know its position in an epoch. Empty if the loader knows it."""
         return self._position()[1]
 
     def _position(self) -> tuple[dict[str, Any] | None, str]:
@@ -258,7 +260,10 @@ class Resumable:
             return None, str(error)
 
     def _random_state(self) -> RandomState:
-        """Return the global generators, and those of dataset, model and loss. The loader's state holds its own."""
+        """Return the global generators, and the generators of dataset, model and loss.
+
+        The loader's state has the loader's generators.
+        """
         if self._generators is None:
             dataset = getattr(self._job.data.loader, "dataset", None)
             self._generators = generators_in([dataset, *self._job.spec.code])
@@ -266,5 +271,5 @@ class Resumable:
 
 
 def _batch_size_in(decisions: Mapping[str, Any]) -> Any:
-    """Return the samples per batch that a plan has decided."""
+    """Return the samples per batch that a plan has decided, or words for the loader's own batch size."""
     return (decisions.get("batch_size") or {}).get("samples") or "the loader's own"

@@ -1,4 +1,4 @@
-"""A tuned training job: step it, fit it, evaluate it, undo it."""
+"""Tuned training job, with methods to step, fit, evaluate, profile, export and undo."""
 
 from __future__ import annotations
 
@@ -39,15 +39,23 @@ from flatout.training.recovery import Recovery
 
 
 def undo(model: nn.Module) -> None:
-    """Revert everything that ``optimize`` attached to a model and its optimizer.
+    """Revert all changes of ``optimize`` to a model and its optimizer.
 
-    Works without the ``Run``. Does nothing for a model that flatout has not tuned.
+    The ``Run`` is not needed. For a model that flatout has not tuned, nothing happens.
+
+    Args:
+        model: the tuned model.
     """
     detach(model)
 
 
 def report_of(model: nn.Module) -> Report:
-    """Return the report on a model that is tuned: by ``optimize``, also in the two-value form, or by ``auto``.
+    """Return the report on a model that ``optimize`` or ``auto`` has tuned.
+
+    This also works for ``model, loader = flatout.optimize(model, loader)``.
+
+    Args:
+        model: the tuned model.
 
     Raises:
         ValueError: the model is not tuned, or its tuning has failed or has just begun.
@@ -68,12 +76,12 @@ class Run(Resumable, Described):
     Attributes:
         model: the user's module, the same object.
         loader: yields batches that are already on the device.
-        optimizer: the user's optimizer, the same object; None if it was not given.
+        optimizer: the user's optimizer, the same object, or None if no optimizer was given.
         plan: the decisions, to save and apply again.
         report: every row of the checklist, with its number and its reason.
-        logs: values of :meth:`log`. Iterate it for ``(step, name, value)``, or register a callback with
+        logs: values of :meth:`log`. Iterate over ``logs`` for ``(step, name, value)``, or register a callback with
             ``logs.listen``.
-        steps: number of calls of :meth:`step`, including those before a loaded checkpoint.
+        steps: number of calls of :meth:`step`, including the calls before a loaded checkpoint.
         fitted: progress of :meth:`fit`.
     """
 
@@ -103,7 +111,7 @@ class Run(Resumable, Described):
         attach(job.spec.model, self._attachment)
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as ``model, loader = flatout.optimize(model, loader, optimizer)``, and say on stderr what is kept."""
+        """Unpack as ``model, loader = flatout.optimize(model, loader, optimizer)``, and print the result on stderr."""
         if not self._is_unpacked and wants_progress() is not False and self._job.spec.ranks.rank == 0:
             self._is_unpacked = True
             for line in unpacked.lines(self.report.summary, self._job, self._scheduler):
@@ -121,32 +129,33 @@ class Run(Resumable, Described):
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler; None unless the model computes in fp16."""
+        """The loss scaler, or None if the model does not compute in fp16."""
         return self._job.stepper.scaler
 
     @property
     def stats(self) -> MfuCounter:
-        """Counts of steps, samples and tokens; rolling step and phase times, rates, MFU and HFU, loader stall.
+        """Counter of steps, samples and tokens, with rolling step and phase times, rates, MFU, HFU and loader stall.
 
-        The steps are those of :meth:`step`. For your own loop: ``run.stats.wrap(run.model)``.
+        The counter counts calls of :meth:`step`. For your own loop, call ``run.stats.wrap(run.model)``.
         """
         return self._counter
 
     @property
     def rank_times(self) -> tuple[RankPace, ...]:
-        """Mean times of each rank in the last 100 calls of :meth:`step`: loading, computing, waiting for other ranks.
+        """Mean times of each rank for loading, computing and waiting for others, in the last 100 calls of :meth:`step`.
 
-        The rank with the largest ``own_ms`` is the one that all others wait for. Every rank knows the times of all.
-        Empty in a training of one process.
+        All ranks wait for the rank with the largest ``own_ms``. Every rank has the times of all ranks. In a training of
+        one process, there are no times.
         """
         return self._job.stepper.times.paces
 
     @property
     def stop_after_bad(self) -> int:
-        """Number of bad steps in a row after which :meth:`step` raises: infinite, NaN or skipped by the loss scaler.
+        """Number of bad steps in a row after which :meth:`step` raises an error.
 
-        On a CPU every step is read. On a GPU every fiftieth step is read until a bad one, and then every step. The
-        count begins with the first bad step that is read. Values arrive with the delay of the GPU.
+        The loss of a bad step is infinite or NaN, or the loss scaler has skipped the step. On a CPU every step is read.
+        On a GPU every fiftieth step is read until a bad step, and then every step. The count begins with the first bad
+        step that is read. Values arrive with the delay of the GPU.
         """
         return self._finite.stop_after
 
@@ -158,9 +167,9 @@ class Run(Resumable, Described):
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the device use of the last steps: MFU beside NVML's utilization, the usual MFU, and the limit.
+        """Verdict on the device use of the last steps, with MFU, NVML's utilization, the usual MFU, and the limit.
 
-        Samples the GPU, which takes some milliseconds: too slow for every step.
+        The verdict needs a sample of the GPU, which takes some milliseconds, too long for every step.
         """
         reading = self._counter.window
         where = {"stall_fraction": reading.stall_fraction, "phases": reading.phases}
@@ -170,10 +179,11 @@ class Run(Resumable, Described):
         """Run forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.
 
         The fused optimizer scales, averages and clips gradients in registers. ``p.grad`` keeps the result of backward,
-        and nothing waits for the device. For any other optimizer gradients are rewritten before the update, as torch's
-        own utilities do.
+        and the host does not wait for the device. For any other optimizer, gradients are rewritten before the update,
+        as torch's own utilities do.
 
-        A step that runs out of memory is computed in smaller parts, and so are all later steps: ``micro_batch``.
+        A step that runs out of memory is computed in smaller parts, and so are all later steps. ``micro_batch`` is the
+        size of these parts.
 
         Args:
             batch: a batch of ``run.loader`` or of the user's loader.
@@ -183,11 +193,11 @@ class Run(Resumable, Described):
 
         Raises:
             RuntimeError: ``optimize`` was not given an optimizer, or no loss.
-            FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite or NaN. The message says where
-                infinities or NaNs begin. Before that, the first bad loss that is read gives a warning.
-            torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be split. The message says what
-                would help. The step is not taken. Gradients accumulated before are kept, unless the message says that
-                they are lost.
+            FloatingPointError: :attr:`stop_after_bad` steps in a row were infinite, NaN or skipped. The message names
+                the place where infinities or NaNs begin. Earlier, the first bad loss that is read gives a warning.
+            torch.OutOfMemoryError: a single sample does not fit, or the batch cannot be split. The message gives
+                advice. The step is not taken. Earlier accumulated gradients are kept, unless the message reports their
+                loss.
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's ran out of memory in the middle of a
                 step.
         """
@@ -208,7 +218,7 @@ class Run(Resumable, Described):
         return loss
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Log a number without waiting for the device: ``run.log("loss", run.step(batch))``.
+        """Log a number without waiting for the device, as in ``run.log("loss", run.step(batch))``.
 
         ``loss.item()`` waits until the GPU has computed the loss. This method queues a copy of the loss instead.
         Listeners get the number in a later call, or in :meth:`flush_logs`::
@@ -218,12 +228,12 @@ class Run(Resumable, Described):
         Args:
             name: name of the value.
             value: a number, or a tensor of one element.
-            step: step of the value; default: the number of :meth:`step` calls so far.
+            step: step of the value. The default is the number of :meth:`step` calls so far.
 
         Raises:
             TypeError: ``value`` is neither a number nor a tensor.
-            ValueError: ``value`` is a tensor of more or less than one element. Or ``step`` is missing in a loop of your
-                own, because only :meth:`step` counts steps.
+            ValueError: ``value`` is a tensor of more or less than one element. Or ``step`` is missing in your own loop,
+                because only :meth:`step` counts steps.
         """
         if step is None and self._recovery is None:
             raise ValueError("run.log needs step= in a loop of your own: only run.step counts steps")
@@ -234,7 +244,7 @@ class Run(Resumable, Described):
         self.logs.flush()
 
     def _flush(self) -> None:
-        """Update with the remaining accumulated gradients at an epoch's end. Make the buffers of all ranks equal."""
+        """Update with the remaining accumulated gradients at an epoch's end, and broadcast the buffers of rank 0."""
         if self._recovery is not None and self._recovery.flush():
             self._step_scheduler()
         if self._job.stepper.sync is not None:
@@ -256,37 +266,39 @@ class Run(Resumable, Described):
         keep: int = 3,
         asynchronous: bool = True,
     ) -> list[dict[str, float]]:
-        """Train for a number of epochs. With ``checkpoint_dir``, resume where an earlier process was stopped or killed.
+        """Train for a number of epochs. With ``checkpoint_dir``, resume the training of an earlier process.
 
         Training resumes from the newest readable checkpoint in ``checkpoint_dir``, so a restart of the same script
         resumes it. SIGTERM and Ctrl-C finish the step, save, and then terminate as usual (Ctrl-C raises
         ``KeyboardInterrupt``). A second Ctrl-C terminates at once, without saving. If the user has installed a signal
         handler, it is called after the save, and ``fit`` returns the epochs so far.
 
-        The result is bit-exact to an uninterrupted training on two conditions. Steps repeat their results (on a GPU:
-        ``deterministic=True``), and decisions are the same (``optimize(plan=Plan.from_checkpoints(folder))``). Random
-        numbers differ in worker processes, and if a GPU's batches are loaded ahead of the step.
-        :func:`flatout.data.seed_samples` makes them the same.
+        The result is bit-exact to an uninterrupted training on two conditions. Steps must repeat their results, which
+        requires ``deterministic=True`` on a GPU. Decisions must be the same, as with
+        ``optimize(plan=Plan.from_checkpoints(folder))``. Random numbers differ in worker processes, and also if batches
+        for a GPU are loaded before the step. :func:`flatout.data.seed_samples` makes random numbers the same.
 
         Args:
-            epochs: passes over ``run.loader``. With ``checkpoint_dir`` they count from the start of training, including
-                those of earlier processes.
-            eval_loader: evaluated after each epoch.
+            epochs: passes over ``run.loader``. With ``checkpoint_dir``, the number includes epochs of earlier
+                processes.
+            eval_loader: loader of the evaluation after each epoch.
             metrics: as in ``evaluate``.
-            progress: show a bar with loss, samples/s and loader stall.
-            checkpoint_dir: folder for the checkpoints of this training alone; made if it is missing.
-            checkpoint_every: steps between checkpoints; default: one checkpoint after each epoch.
+            progress: True to show loss, samples/s, MFU and loader stall on standard error, if this is a terminal or a
+                notebook. With ``FLATOUT_PROGRESS=1``, a log has a line per epoch. Of several ranks, the first shows
+                them.
+            checkpoint_dir: folder for the checkpoints of this training only, which is created if missing.
+            checkpoint_every: steps between checkpoints. The default is one checkpoint after each epoch.
             keep: number of checkpoints to keep.
-            asynchronous: write checkpoints while training continues. This takes host memory for one copy of model and
-                optimizer.
+            asynchronous: True to write checkpoints while training continues, which takes host memory for one copy of
+                model and optimizer.
 
         Returns:
-            One dict per epoch: ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
+            One dict per epoch, with ``loss`` (mean over its steps), and ``eval_<name>`` of every evaluated value.
 
         Raises:
             TypeError: ``epochs`` is above 1 and ``eval_loader`` is an iterator that yields only one epoch.
             ValueError: the loader yielded no batch in an epoch, ``checkpoint_every`` or ``keep`` is below 1, or the
-                checkpoint is of another training.
+                checkpoint belongs to another training.
             OSError: a checkpoint could not be written.
             RuntimeError: ``checkpoint_dir`` is given, but several processes train that ``optimize`` does not train
                 together.
@@ -314,22 +326,23 @@ class Run(Resumable, Described):
             if not self._is_loaded:
                 self.fitted = Fitted()
             self._is_loaded = False
-            bar = stack.enter_context(EpochProgress(epochs, self.loader, self._counter, visible=progress))
+            is_shown = progress and ranks.rank == 0
+            bar = stack.enter_context(EpochProgress(epochs, self.loader, self._counter, visible=is_shown))
             fit(self, epochs, evaluated, bar, keeper)
         return list(self.fitted.history)
 
     def export(self, path: str | Path, format: str = "export", example: Any = None) -> None:
-        """Save the model for deployment: a copy in eval mode, on the CPU, that works without flatout.
+        """Save a copy of the model for deployment, in eval mode, on the CPU, and without flatout.
 
         Args:
             path: the file.
-            format: ``"export"`` for ``torch.export.load(path).module()``; ``"torchscript"`` for
-                ``torch.jit.load(path)``, and for ``torch::jit::load`` in C++.
-            example: input of the model: a tensor, a tuple that starts with the tensor, or a mapping of keyword
-                arguments. Default: the first samples of the training, without labels.
+            format: ``"export"`` or ``"torchscript"``. ``torch.export.load(path).module()`` loads the first format.
+                ``torch.jit.load(path)``, or ``torch::jit::load`` in C++, loads the second format.
+            example: input of the model, as a tensor, a tuple that starts with the tensor, or a mapping of keyword
+                arguments. The default is the first samples of the training, without labels.
 
         Raises:
-            ValueError: ``format`` is unknown.
+            ValueError: ``format`` is unknown, or a trace for TorchScript depends on the values of the inputs.
             Exception: torch cannot export the model.
         """
         export(self.model, path, self._example if example is None else example, format)
@@ -345,14 +358,15 @@ class Run(Resumable, Described):
     def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Return the mean loss and metrics over a loader, without gradients, in eval mode. Modes are restored.
 
-        On several ranks that ``optimize`` trains together, all must call this, and all get the same values. Each rank
-        computes its slice of every batch of a plain ``DataLoader``, and the values are those of one process. A metric
-        that is no mean over samples, such as F1, depends on the slices, as it does on the batch size. Every rank
-        iterates any other loader whole, such as a list of batches, and the means are those over all ranks.
+        If ``optimize`` trains several ranks together, all ranks must call this, and all get the same values. Each rank
+        computes its slice of every batch of a plain ``DataLoader``, and the values are the same as with one process. A
+        metric that is not a mean over samples, such as F1, depends on the slices, as it depends on the batch size.
+        Every rank iterates over the whole of any other loader, such as a list of batches. The means are then taken over
+        all ranks.
 
         Args:
-            loader: yields batches like those of the training.
-            metrics: name to ``(outputs, batch) -> mean over the batch``, with the model's outputs.
+            loader: yields batches like the training's batches.
+            metrics: functions ``(outputs, batch) -> mean over the batch`` by name, with the model's outputs.
 
         Returns:
             ``loss`` and every metric, weighted by samples.
@@ -366,14 +380,15 @@ class Run(Resumable, Described):
             return self._evaluation.means(loader, {} if metrics is None else metrics)
 
     def profile(self, steps: int = 10, warmup: int = 3) -> Profile:
-        """Profile the time of a step, with advice: ``print(run.profile())``.
+        """Profile the time of a step, and give advice. ``print(run.profile())`` shows both.
 
-        These are **real training steps**: weights, optimizer and scheduler advance as in any loop over ``run.loader``.
-        The first ``warmup`` steps warm up. Two search for sync points. Some consume batches that loader workers have
-        prefetched. The next ``steps`` are timed without ``torch.profiler``, and as many after these run under it.
+        The steps are **real training steps**. Weights, optimizer and scheduler advance as in any loop over
+        ``run.loader``. The first ``warmup`` steps warm up. Two steps search for sync points. Some steps consume batches
+        that loader workers have prefetched. The next ``steps`` steps are timed without ``torch.profiler``. Then equally
+        many steps run under ``torch.profiler``.
 
         Headline, phases and verdict come from the timed steps. Operators, gaps and memory come from the profiler. The
-        loader is left as by a ``break``. If it ends too early, a new epoch starts. A loader that cannot restart is
+        epoch ends as by a ``break``. If the loader ends too early, a new epoch starts. A loader that cannot restart is
         profiled to its end.
 
         Args:
@@ -387,19 +402,18 @@ class Run(Resumable, Described):
         return profile_run(self.loader, self.step, steps, warmup, verdict=self._judge, rows=self.report.rows)
 
     def _judge(self, mean: Step) -> str:
-        """Return the verdict on the mean of steps that have just been timed."""
+        """Return the verdict on the mean of the steps that were just timed."""
         window = self._counter.window
         mfu = None if window.mfu is None else window.mfu * window.seconds / window.steps / mean.seconds
         phases = Phases(**{str(phase): seconds for phase, seconds in mean.phases.items()})
         return str(judged(self._job, mfu, self.report.rows, phases=phases))
 
     def undo(self) -> None:
-        """Revert ``optimize``: model, optimizer, device and backend flags work as before.
+        """Revert ``optimize``, so that model, optimizer, device and backend flags work as before.
 
-        Weights and optimizer state keep the values that training has given them. ``run.loader`` is the user's own
-        loader again.
+        Weights and optimizer state keep their trained values. ``run.loader`` is the user's own loader again.
         """
-        if attached_to(self.model) is self._attachment:  # else reverted already, or replaced by a later optimize
+        if attached_to(self.model) is self._attachment:  # else already reverted, or replaced by a later optimize
             detach(self.model)
         if isinstance(self.loader, TrainingLoader):
             self.loader = self.loader.original

@@ -1,4 +1,4 @@
-"""Lines on stderr when a ``Run`` is unpacked into model and loader, for a loop of the user's own."""
+"""Lines on stderr when a ``Run`` is unpacked into model and loader, for the user's own loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _how_to_train(job: Job, scheduler: Any) -> str:
 
 
 def _only_in_step(job: Job, scheduler: Any) -> list[str]:
-    """Return what ``run.step`` does that a loop of the user's own does not."""
+    """Return the parts of ``run.step`` that the user's own loop does not have."""
     stepper = job.stepper
     parts = {
         "the loss scaler that fp16 needs": stepper.scaler is not None,

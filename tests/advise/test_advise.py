@@ -1,4 +1,4 @@
-"""``flatout advise``: names planted causes by file and line, and ends the script cleanly."""
+"""``flatout advise``: locates planted causes by file and line, and ends the script cleanly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ finally:
     for loop in loops:
         loop.kill()
 """
-"""Advice on several scripts, one after another, beside a number of busy loops."""
+"""Advice on several scripts, one after another, while busy loops run on other cores."""
 
 
 class Done(NamedTuple):
@@ -93,7 +93,7 @@ def written(folder: Path, text: str) -> Path:
     ids="{} busy loops".format,
 )
 def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the scripts and the advice on each, which came while other processes used the cores."""
+    """Return the folder with the scripts and the advice on each, measured while other processes used the cores."""
     folder = tmp_path_factory.mktemp("planted")
     for name in PLANTED:
         shutil.copy(SCRIPTS / f"{name}.py", folder)

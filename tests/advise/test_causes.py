@@ -1,4 +1,4 @@
-"""Causes: calls are told apart by the lines that lead to them, and remedies fit what was measured."""
+"""Causes: calls are identified by the lines that lead to them, and each remedy fits its measurement."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def observer() -> Iterator[Observer]:
 
 
 def wasted(observer: Observer, text: str) -> list[str]:
-    """Return places of evaluations with gradients in a script of this text after line 11."""
+    """Return the evaluations with gradients in a script of this text, after line 11."""
     exec(compile(JOB + text, "job.py", "exec"), {"observer": observer})
     causes = causes_of(Observations(observer, None, None, UNTIMED))
     return [cause.where for cause in causes if cause.code == "evaluation_with_gradients"]

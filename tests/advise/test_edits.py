@@ -1,4 +1,4 @@
-"""Diffs of scripts: what is surely right is written, and nothing else."""
+"""Diffs of scripts, which contain only edits that are certainly correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ WORKERS, EVALUATION, FP32 = "starved_loader", "evaluation_with_gradients", "fp32
 
 
 def patched(folder: Path, text: str | bytes, *causes: tuple[Code, int], trained: Collection[int] = ()) -> str:
-    """Return a file after ``patch`` has applied the diff for causes at lines, which ``git apply`` must accept."""
+    """Return the text of a file after ``patch`` has applied the diff for causes at lines.
+
+    ``git apply`` must accept it too.
+    """
     content = text.encode() if isinstance(text, str) else text
     file = folder / "train.py"
     file.write_bytes(content)

@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 class Subclass(torch.Tensor):
-    """Not for the native operators, which ask no subclass what its memory means."""
+    """Subclass of Tensor, which native operators must not use, because its memory may have another meaning."""
 
 
 def parameter(grad: torch.Tensor) -> torch.nn.Parameter:
@@ -44,7 +44,7 @@ def gradient(shape, dtype, layout="contiguous", seed=0):
 
 
 def exact(params):
-    """The same parameters in twice the precision, without those that torch's norms cannot take: empty ones."""
+    """Return the same parameters in double precision. Empty ones are left out, because torch's norms reject them."""
     return [
         parameter(p.grad.to(torch.complex128 if p.grad.is_complex() else torch.float64, copy=True))
         for p in params
@@ -103,7 +103,7 @@ def test_nonfinite_gradients_spread_as_in_torch(dtype, order, bad):
     torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-2, atol=0, equal_nan=True)
     for p, q in zip(ours, theirs, strict=True):
         same = p.grad.isfinite() == q.grad.isfinite()
-        # A complex gradient times a real number is torch's product of two complex ones: inf x 0 is NaN there.
+        # torch multiplies a complex gradient by a real number as two complex numbers: inf x 0 is NaN there.
         assert same.all() or dtype.is_complex
 
 
@@ -168,7 +168,7 @@ def test_the_norm_does_not_depend_on_threads(order):
 
 
 def sharing():
-    """Ways for gradients to share memory: the same one twice, overlapping views, a complex one and its parts."""
+    """Gradients that share memory: the same gradient twice, overlapping views, a complex gradient and its parts."""
     g = torch.arange(1.0, 11.0)
     yield "twice", [g, g]
     g = torch.arange(1.0, 11.0)
@@ -215,7 +215,7 @@ def test_an_expanded_gradient_is_refused_before_anything_changes(dtype, beside, 
 
 
 def test_a_gradient_that_waits_to_be_negated_or_conjugated():
-    """torch keeps some negations and conjugations as a bit: memory holds the other number."""
+    """torch keeps some negations and conjugations as a bit. The memory then holds the original number."""
     z = torch.randn(33, dtype=torch.complex64)
     for lazy in (z.conj().imag, z.conj()):
         assert lazy.is_neg() or lazy.is_conj()

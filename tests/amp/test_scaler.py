@@ -1,4 +1,4 @@
-"""GradScaler equals torch's, with either scaler and either optimizer, lazily and eagerly."""
+"""GradScaler equals torch's with both scalers and both optimizers, lazily and eagerly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_pairing_equals_torch(form, module, scaler, name):
 
 
 def test_a_step_asks_the_device_nothing(monkeypatch):
-    """No .item(), no bool(), no float() of a tensor: the CPU stand-in for a check of synchronisations."""
+    """The test counts .item(), bool() and float() calls, which synchronize on a GPU."""
     p = torch.nn.Parameter(torch.ones(10))
     optimizer, scaler = fo.AdamW([p]), fa.GradScaler("cpu")
     scaler.scale(p.sum()).backward()

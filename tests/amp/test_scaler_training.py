@@ -1,4 +1,4 @@
-"""Training loops with a scaler, as torch's own tests have them: the same with torch's parts and with ours."""
+"""Training loops with a scaler, from torch's own tests: the results with torch's and flatout's classes are equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def optimizer_with(grads, module=torch.optim):
 
 
 def unscale(optimizer, inv_scale, allow_fp16=True):
-    """torch's hook behind ``unscale_``: whether something was found, over all devices."""
+    """Call torch's hook for ``unscale_``, and return the number of devices with a non-finite gradient."""
     scaler = fa.GradScaler("cpu")
     found = scaler._unscale_grads_(optimizer, torch.tensor(inv_scale), torch.tensor(0.0), allow_fp16)
     assert all(f.dtype == torch.float32 and f.device == device for device, f in found.items())
@@ -88,7 +88,7 @@ def test_unscaling_sparse_gradients(bad):
         torch.testing.assert_close(p.grad.to_dense(), sparse([4.0, 8.0, 16.0], dtype).to_dense())
         p.grad = sparse([16.0, 32.0, bad], dtype)
         assert unscale(optimizer, 0.25) == 1
-        # Finite twice, and infinite where both belong to one element.
+        # Each value is finite in float16. Two of them belong to one element, and their sum is infinite.
         p.grad = torch.sparse_coo_tensor(
             [[0, 1, 0], [2, 0, 2]], torch.tensor([64000.0, 32.0, 64000.0], dtype=dtype), (2, 3), check_invariants=True
         )
@@ -207,7 +207,7 @@ def test_autocast_with_fused_optimizers_in_both_orders(name, dtype, unscale_firs
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_sixteen_bits_in_the_lazy_form(dtype):
-    """Unscaled in float32: 1.25 x 2^-24, which is 2^-24 in float16, arrives in full at the step."""
+    """Gradients are unscaled in float32. 1.25 x 2^-24, which rounds to 2^-24 in float16, reaches the step exactly."""
     p = torch.nn.Parameter(torch.zeros(33, dtype=dtype))
     optimizer = fo.SGD([p], lr=1024.0)
     scaler = fa.GradScaler("cpu", init_scale=2.0**16)
@@ -289,7 +289,7 @@ def test_any_history_of_any_optimizers_gives_torchs_scales_and_parameters(data, 
         torch.testing.assert_close(ps, qs, rtol=1e-4, atol=1e-5)
 
 
-# ---- what the scaler keeps -------------------------------------------------------------------------------------------
+# ---- state of the scaler ---------------------------------------------------------------------------------------------
 
 
 def test_last_step_skipped_is_none_until_there_was_a_step():
@@ -328,7 +328,7 @@ def test_state_dict_is_torchs_before_and_after_first_use():
 
 
 class Renamed(fa.GradScaler):
-    """A user's subclass."""
+    """Subclass that a user defines."""
 
     def __init__(self, *args, note, **kwargs):
         super().__init__(*args, **kwargs)
@@ -352,7 +352,7 @@ def test_subclasses_copy_and_go_on():
 
 
 def test_a_users_own_grad_scale_is_used_once_in_either_stage():
-    """A pipeline may scale its gradients on top of the scaler: torch's fused optimizers then divide by both."""
+    """A pipeline may also scale its gradients itself. torch's fused optimizers then divide by both scales."""
     results = []
     for scaler_class, make in (
         (torch.amp.GradScaler, lambda p: torch.optim.AdamW([p], lr=0.1, fused=True)),

@@ -1,4 +1,4 @@
-"""Gradients after a step with a scaler: unscaled as torch leaves them, untouched only in the lazy form."""
+"""Gradients after a step with a scaler: unscaled as in torch, or unchanged in the lazy form."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_gradients_of_all_sorts(make, groups, bad):
         optimizer = module.SGD([{"params": [p]} for p in params] if groups else params, lr=0.5)
         if module is fo:
             scaler_of().step(optimizer)
-        else:  # torch's scaler in so many words: on a CPU it takes no complex and no negated gradients
+        else:  # torch's formula, because torch's CPU scaler takes no complex and no negated gradients
             for g in grads:
                 g.mul_(torch.tensor(SCALE).double().reciprocal().float())
             if not bad:
@@ -205,12 +205,12 @@ def test_an_expanded_gradient_is_refused_before_anything_is_changed():
     assert (q < 1).all()
 
 
-# ---- others between, and other callers ---------------------------------------------------------------------
+# ---- code between the calls, and other callers -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_step_pre_hooks_see_unscaled_gradients(dtype):
-    """A hook that clips would else clip scaled gradients. float16 ones would lose the small ones by it."""
+    """Without unscaling, a hook would clip scaled gradients. The clip would then zero small float16 gradients."""
     p = torch.nn.Parameter(torch.zeros(33, dtype=dtype))
     optimizer = fo.SGD([p], lr=1.0)
     p.grad = torch.full((33,), SCALE, dtype=dtype)
@@ -229,7 +229,7 @@ def test_step_pre_hooks_see_unscaled_gradients(dtype):
 @pytest.mark.parametrize("name", IN_TORCH)
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, fa.GradScaler], ids=["torch_scaler", "flatout_scaler"])
 def test_torchs_fused_optimizers_leave_the_same(scaler, name, unscale):
-    """A scale of the user's own, multiplied with the scaler's, is divided out of gradients as well."""
+    """The gradients are also divided by the user's own scale, which multiplies the scaler's."""
     grads = scaled(torch.float32)
     results = []
     for cls, module, options in ((torch.amp.GradScaler, torch.optim, {"fused": True}), (scaler, fo, {})):

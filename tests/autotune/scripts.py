@@ -1,4 +1,4 @@
-"""Trainings as scripts write them. Each returns its modules and optimizers after some updates."""
+"""Training scripts as functions. Each returns its modules and optimizers after some updates."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def loader() -> DataLoader[tuple[Tensor, ...]]:
 
 
 def batches(updates: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield so many batches, epoch by epoch."""
+    """Yield a number of batches, epoch by epoch."""
     made = 0
     while True:
-        for x, y in loader():  # torch keeps the iterator alive, and not the loader
+        for x, y in loader():  # torch keeps the iterator alive, but not the loader
             if made == updates:
                 return
             made += 1
@@ -131,7 +131,7 @@ def adversarial(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
 
 
 def in_16_bits(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
-    """Train under an autocast of the script's own, with a loss scaler."""
+    """Train under the script's own autocast, with a loss scaler."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -182,7 +182,7 @@ def penalized(updates: int, watch: Callable[[nn.Module], object]) -> Trained:
 
 
 class TwoHeads(nn.Module):
-    """Two networks behind one call."""
+    """Model that calls two networks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Output(dict):  # type: ignore[type-arg]
 
 
 class WithLoss(nn.Module):
-    """Network that returns its loss beside its output."""
+    """Network that returns its loss and its output."""
 
     def __init__(self) -> None:
         super().__init__()

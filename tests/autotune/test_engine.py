@@ -1,4 +1,4 @@
-"""Engine: scripts train as without it, faster where something pays, within the time that it may take."""
+"""Engine: scripts train as without it, run faster if a technique pays, and stay within the time limit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engine(said: list[str] | None = None, **options: Any) -> Iterator[Engine]:
 
 
 def slowed(clock: Clock, seconds: float = 0.01) -> Callable[[nn.Module], object]:
-    """Return a function that lets each forward of a module take so long."""
+    """Return a function that delays each forward of a module."""
     return lambda module: clock.slow_down(module, seconds)
 
 
@@ -92,7 +92,7 @@ def test_what_is_kept_trains_the_same(script: Script, clock: Clock) -> None:
 
 
 def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
-    """Overdrafts last one trial, and the script trains for the rest before the next."""
+    """A trial may exceed the share once. The script then trains for the rest of the time before the next trial."""
     seconds = 0.1
     with engine(techniques=only("fused_optimizer", "cpu_threads", "channels_last")) as running:
         plain(2000, slowed(clock, seconds))
@@ -103,7 +103,7 @@ def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
 
 
 def test_the_first_trial_is_of_what_promises_most(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches take nine tenths of the time of this script."""
+    """Loading takes nine tenths of the time of this script."""
     tried: list[str] = []
     decide = Tuner.decide
 

@@ -34,7 +34,7 @@ def recorded() -> Iterator[list[RecordedUpdate]]:
 
 
 class Net(nn.Module):
-    """Two inputs, several outputs, a submodule that is called inside."""
+    """Network with two inputs, several outputs, and a submodule that the forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def unmoved(*modules: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that leaves the parameters where the gradients were taken."""
+    """Return an optimizer that does not change the parameters."""
     return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.0)
 
 
@@ -190,7 +190,7 @@ def test_evaluation_frozen_modules_and_losses_are_not_recorded() -> None:
         with torch.no_grad():
             net(X)
         loss_fn(net(X)["out"] + frozen(X)["out"], Y).backward()
-        net(X)  # has no backward
+        net(X)  # this call has no backward
         net.eval()(X)["out"].mean().backward()
         optimizer.step()
     (update,) = updates
@@ -207,7 +207,7 @@ def test_calls_without_a_backward_do_not_fill_the_memory(monkeypatch: pytest.Mon
         (waiting[0] + other(X)["out"]).mean().backward()
         optimizer.step()
     (update,) = updates
-    assert update.batches.keys() == {other}  # a call of the first is missing
+    assert update.batches.keys() == {other}  # a call of the first optimizer is missing
 
 
 def test_a_forked_child_records_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it answers, and with which exit status."""
+"""Command line: output and exit statuses."""
 
 import os
 import re

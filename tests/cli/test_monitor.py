@@ -24,7 +24,7 @@ from tests.monitor.harness import System
 from tests.reasons import missing
 from tests.renderings.rendered import in_terminal
 
-SAFETY = 60  # seconds, never reached unless a test fails
+SAFETY = 60  # seconds: a timeout that only a failing test reaches
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_the_view_with_130_and_gives_the_terminal_back(monkeypatch: 
     seen += everything(master)
     assert everything(errors).count(b"\n") == 1  # no traceback
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1  # the cursor was hidden, and is shown again
+    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1  # the cursor was hidden and is visible again
 
 
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
@@ -259,7 +259,7 @@ def test_each_local_gpu_has_its_panel_and_its_figures(
     assert titles_and_power == [text for rank in range(4) for text in (f"cuda:{rank}", f"{100 + rank} of 700 W")]
     (sample,) = read_samples(path)
     assert [(gpu.cuda_index, gpu.power_watts) for gpu in sample.gpus] == [(rank, 100 + rank) for rank in range(4)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # torch numbers the visible ones
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # torch counts only visible GPUs
     assert [(gpu.index, gpu.cuda_index) for gpu in taken().gpus] == [(3, 0), (1, 1)]
 
 

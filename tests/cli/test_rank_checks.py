@@ -1,4 +1,4 @@
-"""Findings of the doctor under torchrun: facts that differ between ranks, and a rank that fails in a check."""
+"""Findings of the doctor under torchrun: facts that differ between ranks, and ranks that fail in a check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED = Facts(latency_ms=0.1, backend="nccl", bandwidth=100.0)
 
 
 def row(rank: int, **changes: Any) -> dict[str, Any]:
-    """Return the facts of one of four ranks, on two machines with two GPUs each. Nothing is wrong with them."""
+    """Return the facts of one of four healthy ranks, on two machines with two GPUs each."""
     versions = {name: "1" for name in ("Python", "torch", "flatout", "CUDA", "driver", "NCCL")}
     return {
         **versions,
@@ -177,7 +177,7 @@ def test_rank_0_prints_the_findings_of_all_ranks() -> None:
     assert ended.status == [int(any(finding["verdict"] == "broken" for finding in findings))]
     names = {finding["name"] for finding in findings}
     assert {"ranks", "versions", "agreement", "all-reduce", "torch", "RAM"} <= names
-    # One rank per machine looks at its load and memory.
+    # One rank per machine measures load and memory.
     assert not any("rank 1" in finding["found"] for finding in findings if finding["topic"] != "ranks")
 
 

@@ -1,4 +1,4 @@
-"""``flatout run``: scripts behave as under ``python``, and are tuned."""
+"""``flatout run``: scripts are tuned, and behave as under ``python``."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def run(command: list[str], cwd: Path) -> Done:
 
 
 def statuses_after_a_line(folder: Path, act: Callable[[Any], object]) -> list[int]:
-    """Return the statuses of script.py, under python and under flatout, after something is done to its process."""
+    """Run script.py under python and under flatout, act on its process after a line, and return both statuses."""
     statuses = []
     for command in (PLAIN, UNDER_FLATOUT):
         with subprocess.Popen(
@@ -146,7 +146,7 @@ def statuses_after_a_line(folder: Path, act: Callable[[Any], object]) -> list[in
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore SIGINT
         ) as process:
             assert process.stdout is not None
             process.stdout.readline()
@@ -156,7 +156,7 @@ def statuses_after_a_line(folder: Path, act: Callable[[Any], object]) -> list[in
 
 
 def without_flatouts(stderr: str) -> str:
-    """Return the lines that are not flatout's."""
+    """Return the lines that flatout did not write."""
     return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("flatout: "))
 
 

@@ -1,4 +1,4 @@
-"""Cache folder: where it is, who may read and write there, and that nothing else is trusted."""
+"""Cache folder: location, permissions, and rejection of files of other users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_folder_follows_the_environment(
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a user of a container has neither HOME nor an entry in the list of users."""
+    """A user of a container may have neither HOME nor an entry in the list of users."""
 
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -1,4 +1,4 @@
-"""A loss that trains or averages something besides the model: trials leave that alone, too, or refuse the job."""
+"""Losses that train or average another module: trials restore that module too, or refuse the job."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from tests.jobs import NO_TECHNIQUES, QUICK, train, tried
 
 
 def make_job():
-    """Return a job whose batches differ in size, so that each is stepped when a technique is forced."""
+    """Return a job whose batches differ in size, so that a forced technique steps each of them."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in (8, 7, 6, 5)]
     torch.manual_seed(0)
@@ -28,7 +28,7 @@ def make_job():
 
 
 def make_critic():
-    """A module with buffers and random draws, its optimizer, and a gradient and state from before."""
+    """Make a module with buffers and random draws, and its optimizer. Both already have gradients and state."""
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(critic.parameters(), lr=0.1)
     critic(torch.randn(8, 3)).sum().backward()
@@ -60,7 +60,7 @@ def by_partial(critic, optimizer):
 
 
 class Trainer:
-    """Keeps everything in attributes, and steps in a method that the loss calls."""
+    """Loss object that keeps the critic in attributes, and steps in a method that the loss calls."""
 
     def __init__(self, critic, optimizer):
         self.parts = {"critic": critic}
@@ -180,7 +180,7 @@ def test_an_optimizer_that_is_not_found_raises_before_its_first_step(from_call):
         tried(model, batches, opt, compute_loss=compute_loss)
     assert (snapshot(critic, optimizer), snapshot(model, opt), random.getstate()) == before
     assert calls == from_call
-    optimizer.step()  # nothing looks at steps any more
+    optimizer.step()  # steps are no longer checked
 
 
 def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
@@ -198,7 +198,7 @@ def test_an_optimizer_that_the_loss_makes_for_itself_may_step():
 
 
 class Average:
-    """Average of weights in a plain object with a ``state_dict``, as in torch-ema."""
+    """Average of weights in an ordinary object with a ``state_dict``, as in torch-ema."""
 
     def __init__(self, model):
         self.shadow = [p.detach().clone() for p in model.parameters()]
@@ -220,7 +220,7 @@ class Average:
 
 
 class Teacher(nn.Linear):
-    """Follows the model by way of ``.data``, in eval mode."""
+    """Teacher that copies the model through ``.data``, in eval mode."""
 
     def update(self, model):
         for mine, p in zip(self.parameters(), model.parameters(), strict=True):
@@ -308,7 +308,7 @@ def test_a_frozen_teacher_costs_no_copy_and_keeps_its_gradients():
 
 
 class Observed(nn.Module):
-    """Observers resize their buffers in the first forward."""
+    """Module whose first forward resizes a buffer, as quantization observers do."""
 
     def __init__(self):
         super().__init__()
@@ -330,7 +330,7 @@ def test_buffers_that_forward_resizes_are_as_before():
 
 
 class Draws(nn.Linear):
-    """Draws in every forward from a generator that it keeps."""
+    """Layer that draws in every forward from its own generator."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -341,7 +341,7 @@ class Draws(nn.Linear):
 
 
 class DrawsInSteps(torch.optim.SGD):
-    """Draws in every step from a generator that it keeps, and keeps a sum of weights in an attribute."""
+    """Optimizer that draws in every step from its own generator, and keeps sums of weights in an attribute."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
@@ -372,7 +372,7 @@ def test_what_model_and_optimizer_keep_in_attributes_is_as_before():
 
 
 class Frees(nn.Linear):
-    """Frees the memory of a buffer, in a way that it cannot be allocated again, and fails."""
+    """Layer that fails after it has freed a buffer's memory, which cannot be allocated again."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -415,7 +415,7 @@ def test_buffers_that_forward_resizes_are_counted_and_computed_in_parts():
 
 
 def test_looking_at_steps_keeps_no_update_from_its_fast_path():
-    """The fast path sets gradients once. A user's hook may change them, so that they are set again."""
+    """The fast path sets gradients once. A user's hook may change gradients, which must then be set again."""
 
     def settings_per_update(work):
         with Operators() as seen:

@@ -1,4 +1,4 @@
-"""Numbers in words, the same wherever they are shown."""
+"""Formatted numbers and texts, equal in all outputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_format_characters_are_shown_by_their_number_and_control_characters_are_
 
 
 def hostile(summary: Summary) -> Summary:
-    """The same with every format and control character in every text."""
+    """Return the summary with format and control characters added to every text."""
 
     def spoiled(value: Any) -> Any:
         if isinstance(value, str):
@@ -125,7 +125,7 @@ def test_no_format_character_reaches_a_report() -> None:
     for shown in (page.getvalue(), str(report), repr(report), report._repr_html_()):
         assert_neutral(shown)
     assert r"\u202e" in str(report)
-    assert json.loads(report.to_json())["notes"] == list(report.summary.notes)  # data stays exact
+    assert json.loads(report.to_json())["notes"] == list(report.summary.notes)  # data keep their exact values
 
 
 def test_a_lone_surrogate_is_exact_in_json_and_valid_utf8(tmp_path: Path) -> None:
@@ -135,11 +135,14 @@ def test_a_lone_surrogate_is_exact_in_json_and_valid_utf8(tmp_path: Path) -> Non
     flatout.Report(spoiled).to_html(tmp_path / "report.html")
 
 
-def test_no_format_character_reaches_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_format_character_reaches_a_progress_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLATOUT_PROGRESS", "1")
     with EpochProgress(1, [1], MfuCounter(), visible=True) as bar:
         bar.begin(0)
         bar.end({"eval_[bold]\u202e\x1b[31m": 1.0})
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "\u202e" not in shown
     assert r"eval_[bold]\u202e" in shown
 

@@ -1,4 +1,4 @@
-"""Classes made for one instance: pickles, copies and compilation know only the user's own class."""
+"""Classes made for one instance: pickles, copies and compilation see only the user's own class."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_the_class_seen_is_the_type_before_and_after(monkeypatch: pytest.MonkeyP
     thread = threading.Thread(target=lambda: seen.append(module.__class__))
     thread.start()
     thread.join()
-    assert seen == [made]  # in other threads, at any time
+    assert seen == [made]  # other threads may do this at any time
     del reduced
     assert module.__class__ is made
     module.note = lambda: None  # cannot be pickled

@@ -1,4 +1,4 @@
-"""A program run by ``MainProgram`` sees and prints what it does under ``python``."""
+"""``MainProgram`` gives a program the same environment and output as ``python``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ spec.loader.exec_module(module)
 kind, name, *args = sys.argv[1:]
 (module.MainModule if kind == "-m" else module.MainFile)(name, args).run()
 """
-"""Program that runs another one, without the seconds of importing torch."""
+"""Program that runs another program without the seconds of importing torch."""
 
 
 def run(command: Sequence[str], cwd: Path, **environment: str) -> tuple[int, str, str]:
@@ -39,7 +39,7 @@ def here(tmp_path: Path) -> str:
 
 
 def both(here: str, cwd: Path, *command: str, is_module: bool = False) -> list[tuple[int, str, str]]:
-    """Return status, output and errors of a program under ``python``, and run in a process of flatout's."""
+    """Return status, output and errors of a program under ``python``, and under flatout in a process."""
     way = ["-m"] if is_module else []
     return [
         run([sys.executable, *way, *command], cwd),

@@ -1,4 +1,4 @@
-"""torch's OpenMP threads stay asleep inside `serial`, and are the user's own again behind it."""
+"""torch runs on one thread inside `serial`, and on the user's number of threads after it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def settings() -> tuple[Any, ...]:
-    """Everything that reproducible() sets."""
+    """Return all settings that reproducible() changes."""
     return (
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
@@ -75,7 +75,7 @@ def test_a_plain_call_is_in_force_at_once_and_until_undo() -> None:
 
 
 def test_a_block_puts_back_what_it_found_whatever_was_on_before() -> None:
-    left = flatout.reproducible(0)  # in force, and turned off by hand
+    left = flatout.reproducible(0)  # active, and then disabled by hand
     torch.use_deterministic_algorithms(False)
     with flatout.reproducible(0):
         assert torch.are_deterministic_algorithms_enabled()
@@ -99,7 +99,7 @@ def test_a_with_block_gives_generators_and_settings_back() -> None:
         raise KeyError
     assert settings() == before
     assert drawn() == expected[1]
-    with block:  # once more
+    with block:  # enter the block a second time
         assert drawn() == inside
 
 
@@ -113,7 +113,7 @@ def test_the_settings_of_the_user_come_back(monkeypatch: pytest.MonkeyPatch) -> 
             assert settings() == (False, True, True, False, True, ":16:8")
             assert torch.empty(3).isnan().all()
         assert settings() == before
-        monkeypatch.setenv(CUBLAS, ":0:0")  # neither of the two that repeat
+        monkeypatch.setenv(CUBLAS, ":0:0")  # neither of the two deterministic values
         with flatout.reproducible(0):
             assert os.environ[CUBLAS] == ":4096:8"
         assert os.environ[CUBLAS] == ":0:0"
@@ -151,7 +151,7 @@ def test_a_bad_seed_is_refused_and_changes_nothing(seed: Any, error: type[Except
 
 @pytest.fixture
 def started_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have cuBLAS started without a deterministic workspace, as happens on a GPU alone."""
+    """Simulate that cuBLAS has started without a deterministic workspace, which can happen only on a GPU."""
     monkeypatch.setattr(sys.modules["flatout.core.reproducible"], "cublas_started_without", lambda: True)
 
 
@@ -173,7 +173,7 @@ def test_too_late_for_cublas_is_an_error_that_changes_nothing() -> None:
 
 
 class Augmented(Dataset[Any]):
-    """Draws from every kind of generator that there is."""
+    """Dataset that draws from every kind of random generator."""
 
     def __init__(self) -> None:
         self.own = np.random.default_rng(5)
@@ -196,7 +196,7 @@ class WholeBatches(Augmented):
 
 
 def mixed_up(samples: list[Any]) -> Any:
-    """A collate_fn that draws, as mixup does."""
+    """Collate a batch with random numbers, as mixup does."""
     x, y = torch.utils.data.default_collate(samples)
     return x[torch.randperm(len(x))] + random.random(), y
 
@@ -217,7 +217,7 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
 
 
 def epochs(loader: Any, count: int = 2) -> list[list[bytes]]:
-    """What a run gets, with a model that draws beside it."""
+    """Return the batches of seeded epochs, each with a random number that the model draws."""
     with flatout.reproducible(11):
         return [[bits(x) + bits(torch.rand(1)) for x, _ in loader] for _ in range(count)]
 
@@ -261,10 +261,10 @@ def test_a_seeded_loader_is_the_users_otherwise() -> None:
     assert len(seeded) == len(loader)
     assert is_rewindable(seeded)
     assert seed_samples(seeded) is seeded
-    assert type(seeded.dataset[3][0]) is torch.Tensor  # the user's own, unseeded
+    assert type(seeded.dataset[3][0]) is torch.Tensor  # the user's sample, unseeded
     key = next(iter(seeded.batch_sampler))[0]
     made = seeded.dataset[key].value[0]
-    assert torch.equal(pickle.loads(pickle.dumps(seeded.dataset))[key].value[0], made)  # as a spawned worker gets it
+    assert torch.equal(pickle.loads(pickle.dumps(seeded.dataset))[key].value[0], made)  # as in a spawned worker
     assert sorted(y for _, labels in seeded for y in labels.tolist()) == sorted(8 * [0, 1, 2])
 
 
@@ -324,7 +324,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_would_have_had(workers: tuple
 
 
 def trained(seed: int, workers: int, loss_fn: Any = functional.cross_entropy, **how: Any) -> list[bytes]:
-    """Losses and weights of a run with dropout, from augmented data that a number of processes make."""
+    """Return losses and weights of a run with dropout, on augmented data from a number of workers."""
     torch.manual_seed(0)
     model = Net()
     opt = torch.optim.Adam(model.parameters(), 0.01)
@@ -375,7 +375,7 @@ def test_without_a_seed_random_samples_stay_where_they_are() -> None:
 
 
 def costs_of_determinism(loss_fn: Any = functional.cross_entropy, **how: Any) -> Any:
-    """Return the report's row of a deterministic run that tries nothing else."""
+    """Return the report's row about determinism, for a run without trials."""
     model, loader, opt = make_job()
     run = flatout.optimize(model, loader, opt, loss_fn, deterministic=True, techniques=NO_TECHNIQUES, **how)
     assert torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""State.capture / restore: everything that training changes comes back bit for bit."""
+"""Snapshot.capture and restore: everything that training changes is restored bit for bit."""
 
 import random
 import warnings
@@ -16,7 +16,7 @@ from tests.helpers import bits, snapshot
 
 
 class Net(nn.Module):
-    """Tied weights, BatchNorm, Dropout, a non-persistent buffer: what makes restoring hard."""
+    """Module that is hard to restore: tied weights, BatchNorm, Dropout, a non-persistent buffer."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ def test_generators_of_the_dataset_come_back():
 
 
 class Noise(nn.Module):
-    """Draws from generators that it keeps, one of each kind."""
+    """Module that draws from its own generators, one of each kind."""
 
     def __init__(self, depth=0):
         super().__init__()
@@ -239,7 +239,7 @@ def test_generators_of_the_loss_and_of_the_optimizer_come_back():
     generator, held = torch.Generator(), random.Random(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.noise = random.Random(1)  # nothing else reaches it
+    optimizer.noise = random.Random(1)  # reachable only from the optimizer
 
     def compute_loss(model, batch):
         return torch.rand((), generator=generator).item() + held.random()
@@ -253,7 +253,7 @@ def test_generators_of_the_loss_and_of_the_optimizer_come_back():
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Wraps an optimizer, and keeps slow weights in attributes, as the implementations in use do."""
+    """Optimizer that wraps another one and keeps slow weights in attributes, as common implementations do."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -322,7 +322,7 @@ def test_objects_and_lists_in_the_state_of_an_optimizer_come_back():
 
 
 class Observer(nn.Module):
-    """Resizes a buffer in place, as observers of ``torch.ao.quantization`` do in their first forward."""
+    """Module that resizes a buffer in its first forward, as observers of ``torch.ao.quantization`` do."""
 
     def __init__(self):
         super().__init__()
@@ -415,7 +415,7 @@ def test_modes_of_the_process_come_back():
 
 
 class Stuck(nn.Module):
-    """Frees the memory of its buffers, in a way that it cannot be allocated again."""
+    """Module that frees the memory of its buffers, which cannot be allocated again."""
 
     def __init__(self):
         super().__init__()

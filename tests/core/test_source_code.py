@@ -1,4 +1,4 @@
-"""Hash of source code: what changes it, what does not, and that nothing runs."""
+"""Hash of source code: changes that alter it, changes that do not, and no execution of the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def with_method(**methods: Any) -> type:
-    """Return a class like ``Model`` with other methods, under the same name."""
+    """Return a class like ``Model`` with another method, under the same name."""
     return type("Model", (nn.Module,), {**vars(Model), **methods})
 
 
@@ -53,7 +53,7 @@ class Child(Model):
 
 
 class Trap:
-    """Attribute of a class that must not be touched."""
+    """Attribute that fails when it is accessed."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was read")

@@ -12,7 +12,7 @@ from flatout.core.student import T_QUANTILES, t_quantile
 
 @pytest.mark.parametrize("freedom", range(1, len(T_QUANTILES) + 1))
 def test_quantiles_are_those_of_the_t_distribution(freedom: int) -> None:
-    angles = np.linspace(0.0, math.pi / 2, 100_001)  # of x = sqrt(freedom) * tan(angle)
+    angles = np.linspace(0.0, math.pi / 2, 100_001)  # angles of x = sqrt(freedom) * tan(angle)
     density = np.cos(angles) ** (freedom - 1)
     inside = density[angles < math.atan(t_quantile(freedom) / math.sqrt(freedom))].sum() / density.sum()
     assert inside == pytest.approx(0.95, abs=1e-4)

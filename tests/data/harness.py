@@ -325,7 +325,7 @@ class RecordedRanks(Agreement):
 
 
 def on_ranks(size: int, program: Callable[[Agreement], Any]) -> list[Any]:
-    """Return what a program returns on each rank. Each rank begins with random states of its own."""
+    """Return the results of a program on all ranks. Each rank starts with its own random states."""
     values: list[bytes] = []
     results = []
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""Attributes set on a loader of flatout's are set on the loader that it was made of."""
+"""Attributes set on a loader of flatout: the base loader receives them."""
 
 import copy
 
@@ -75,7 +75,7 @@ def test_a_loaders_switch_takes_effect_through_every_wrapper(name):
     own = Mixing([(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))] * 6)
     loader = WRAPPERS[name](own)
     assert loader.mixup_enabled is True
-    for _ in loader:  # the batches that trials took
+    for _ in loader:  # batches that the trials took
         pass
     assert first_of(loader) == 100
     loader.mixup_enabled = False

@@ -1,4 +1,4 @@
-"""Batches of any nesting keep their types and order."""
+"""Batches of any nesting: types and order are preserved."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_batch_size_of_nothing():
 
 
 class Refilled:
-    """An object with tensors and arrays in attributes and containers, and a reference to itself."""
+    """Object with tensors and arrays in attributes and containers, and a reference to itself."""
 
     def __init__(self):
         self.x, self.parts, self.array, self.own = t(3), {"y": [t(2)]}, np.zeros(2), self

@@ -1,4 +1,4 @@
-"""cache_in_memory: the batches of a decoded dataset, and everything that must not be cached."""
+"""cache_in_memory: batches of a decoded dataset, and data that must not be cached."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_samples_are_decoded_in_the_workers_of_the_loader(name):
     before = states()
     loader = cache_in_memory(DataLoader(Made(make, 100), 7, shuffle=True, num_workers=2))
     assert states() == before
-    assert int((makers == os.getpid()).sum()) == 16  # looked at here
+    assert int((makers == os.getpid()).sum()) == 16  # loaded by the inspection of the dataset
     assert len(makers.unique()) == 3
     torch.manual_seed(1)
     ours = list(loader)

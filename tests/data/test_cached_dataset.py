@@ -1,4 +1,4 @@
-"""CachedDataset: the samples of the wrapped dataset, each decoded once, in any loader and any process."""
+"""CachedDataset: samples of the wrapped dataset, each decoded once, in any loader and any process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_equals_the_loader_in_processes_started_anew(method, persistent):
     data = Counted()
     cached = CachedDataset(data)
     data.made.zero_()
-    cached[1], cached[4]  # seen by the others
+    cached[1], cached[4]  # the workers see these two samples
     options = {"shuffle": True, "num_workers": 1, "persistent_workers": persistent}
     ours, our_state = epochs(DataLoader(cached, 5, multiprocessing_context=method, **options))
     assert sorted(data.made.tolist()) == [0] * 16 + [1] * 21
@@ -121,7 +121,7 @@ class Private(Counted):
 
 
 class Listed:
-    """Means what a list means by an index: negative ones, slices, and none beyond its end."""
+    """Dataset that indexes like a list: negative indices, slices, and an error past the end."""
 
     def __init__(self):
         self.samples = [torch.tensor([i, i]) for i in range(20)]
@@ -145,7 +145,7 @@ def test_what_an_index_means_is_the_datasets_to_say():
     assert cached[25].tolist() == [25, 25]
     cached = CachedDataset(Listed())
     assert cached[-1].tolist() == [19, 19]
-    with pytest.raises(IndexError, match="list index out of range"):  # the error of the list itself
+    with pytest.raises(IndexError, match="list index out of range"):  # the list's own error
         cached[20]
     with pytest.raises(TypeError, match="list indices must be"):
         cached["a"]
@@ -159,7 +159,7 @@ def test_every_kind_of_integer_is_an_index():
     for index in (np.int64(5), np.uint8(5), torch.tensor(5), torch.tensor(5, dtype=torch.int32)):
         assert cached[index] == 5
     assert data.calls == []
-    for mask in (True, np.True_, torch.tensor(True), torch.tensor(1, dtype=torch.uint8)):  # of masks arrays make more
+    for mask in (True, np.True_, torch.tensor(True), torch.tensor(1, dtype=torch.uint8)):  # arrays make more of masks
         cached[mask]
     assert len(data.calls) == 4
 
@@ -183,7 +183,7 @@ def test_in_place_changes_do_not_reach_the_cache():
             change(sample)
 
 
-# -- once -------------------------------------------------------------------------------------------------------------
+# -- each sample once -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -222,7 +222,7 @@ def test_batches_that_the_dataset_makes_together_are_asked_for_together():
     cached = CachedDataset(data)
     data.calls.clear()
     cached.__getitems__([1, 0, 2, 1, 3])
-    assert data.calls == [[1, 2, 3]]  # 0 was looked at
+    assert data.calls == [[1, 2, 3]]  # the inspection loaded sample 0
     cached.__getitems__([3, 2, 1])
     assert data.calls == [[1, 2, 3]]
 
@@ -331,7 +331,7 @@ def test_the_death_of_a_worker_is_told():
         cache_in_memory(DataLoader(Made(die_in_a_worker, 100), 4, num_workers=2))
 
 
-# -- what must not be cached ------------------------------------------------------------------------------------------
+# -- data that must not be cached -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -386,7 +386,7 @@ def test_budget():
 
 
 class Turning(Dataset):
-    """Deterministic until it is told to draw, as a schedule of augmentation does."""
+    """Dataset that becomes random after a switch, as a schedule of augmentation does."""
 
     def __init__(self, draw, batched):
         self.draw = draw
@@ -411,7 +411,7 @@ DRAWS = {
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", DRAWS)
 def test_randomness_seen_later_ends_the_cache(name, batched):
-    """The batches are the plain dataset's all the same, random numbers included."""
+    """The batches still equal those of the plain dataset, including random numbers."""
 
     def run(wrap):
         data = Turning(DRAWS[name], batched)

@@ -1,4 +1,4 @@
-"""A daemon thread within ``next`` when the interpreter ends."""
+"""Daemon threads inside ``next`` at interpreter exit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The own state of a map-style dataset is part of a loader's."""
+"""State of a map-style dataset as a part of the loader's state."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.data.harness import CopyingPrefetcher
 
 
 class Counted(Dataset):
-    """Samples tell how many were asked for before."""
+    """Dataset whose samples hold the number of earlier reads."""
 
     def __init__(self):
         self.asked = 0

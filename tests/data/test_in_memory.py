@@ -1,4 +1,4 @@
-"""InMemoryLoader equals DataLoader(num_workers=0): batches, order, and the state of every generator."""
+"""InMemoryLoader equals DataLoader(num_workers=0) in batches, order, and the states of all generators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_subset(n: int) -> Subset:
 
 
 def make_concatenation(n: int) -> ConcatDataset:
-    """Of tensors, subsets, and another concatenation, with an empty one in between."""
+    """Make a concatenation of tensors, subsets and another concatenation, with an empty dataset in between."""
     inner = ConcatDataset([make_dataset(3), Subset(make_dataset(6), [5, -6, 2])])
     return ConcatDataset([make_dataset(n - 11), Subset(make_dataset(2), []), inner, Subset(inner, [4, 0, -1, 3, 3])])
 
@@ -66,7 +66,7 @@ def assert_same(ours, theirs) -> None:
 
 
 def trace(make_iterable, loader: DataLoader, generators: list, epochs: int, stop_after: int | None) -> list:
-    """Batches and generator states, after ``iter``, after each batch and after each epoch."""
+    """Return batches and generator states after ``iter``, after each batch and after each epoch."""
     seen: list = []
 
     def states() -> list:
@@ -91,7 +91,7 @@ def trace(make_iterable, loader: DataLoader, generators: list, epochs: int, stop
 
 
 def on_device(loader: DataLoader) -> InMemoryLoader:
-    """The road for data that is kept on a GPU, with the host standing in for it."""
+    """Run the code path for data on a GPU, with the host in place of the device."""
     return InMemoryLoader(loader, device="cpu")
 
 
@@ -130,7 +130,7 @@ def test_matrix(make, samples, shuffle, kind, drop_last, stop_after):
 
 
 class Draws(Sampler):
-    """A user's own: draws from the default generator for every index, and gives NumPy's ints."""
+    """User's sampler that draws from the default generator for every index and yields NumPy integers."""
 
     def __init__(self, dataset):
         self.samples = len(dataset)
@@ -144,7 +144,7 @@ class Draws(Sampler):
 
 
 class Eager(Sampler):
-    """A batch sampler that draws when it is iterated, not when it is asked."""
+    """Batch sampler that draws in ``__iter__`` instead of ``__next__``."""
 
     def __init__(self, dataset, generator=None):
         self.samples, self.generator = len(dataset), generator
@@ -238,7 +238,7 @@ def test_batch_samplers(name, kind, stop_after):
     "sampler", [SequentialSampler(range(11)), [0, 3, 10, 4], [1, 2.5, 0]], ids=["one too many", "a list", "a fraction"]
 )
 def test_indices_that_the_dataset_refuses(sampler):
-    """The same error as the DataLoader's, at the same batch; and the batches behind it are still to be had."""
+    """The error equals the DataLoader's and comes at the same batch. Later batches are still available."""
     outcomes = []
     for make in (InMemoryLoader, lambda loader: loader):
         iterator = iter(make(DataLoader(TensorDataset(torch.arange(10)), 2, sampler=sampler)))
@@ -310,7 +310,7 @@ def test_dtypes_and_rows(dtype, row, road):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("row", [511, 512, 513, 520, 3 * 32 * 32, 3 * 224 * 224, 3 * 224 * 224 + 1])
 def test_long_rows(row, parts, sampler):
-    """Batches of up to 9.6 MB: copied line by line, and past the caches where they are aligned."""
+    """Batches have up to 9.6 MB. Rows are copied one by one, with non-temporal stores where they are aligned."""
     data = torch.randint(256, (72, row), dtype=torch.uint8).chunk(parts)
     loader = DataLoader(ConcatDataset(list(map(TensorDataset, data))), 64, sampler=sampler)
     torch.manual_seed(0)
@@ -338,7 +338,7 @@ def test_data_on_the_device_is_a_copy():
     data.zero_()
     (first,), (second,) = loader
     assert torch.cat([first, second]).tolist() == list(range(8))
-    first.zero_()  # the user's own
+    first.zero_()  # the user owns the batch
     assert next(iter(loader))[0].tolist() == [0, 1, 2, 3]
 
 
@@ -389,7 +389,7 @@ def test_keeping_one_tensor_keeps_only_its_memory():
 
 
 def test_pinned_batches_are_torchs_own(monkeypatch):
-    """torch does not know our pinned memory, so what users copy themselves must be pinned by torch."""
+    """torch does not recognize flatout's pinned memory. Batches that users copy themselves must be pinned by torch."""
     pinned = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
@@ -443,7 +443,7 @@ def test_attributes():
     assert ours.sampler is loader.sampler
     assert ours.batch_sampler is loader.batch_sampler
     assert ours.batch_size == 3
-    ours.set_epoch(1)  # nothing there to be told: no error
+    ours.set_epoch(1)  # the dataset has no such method, so no error
 
 
 def test_changes_of_the_data_are_seen():

@@ -1,4 +1,4 @@
-"""``iter()`` of a loader that is left alone then costs what it costs with torch: Lightning calls it before training."""
+"""Cost of ``iter()`` on an unused loader equals torch's, because Lightning calls ``iter()`` before training."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_an_epoch_that_is_begun_and_left_does_not_lose_the_place_that_was_loaded
     assert len(values(resumed)) == 5
 
 
-@pytest.mark.parametrize("name", sorted(STATEFUL.keys() - {"persistent", "iterable"}))  # where two epochs may overlap
+@pytest.mark.parametrize("name", sorted(STATEFUL.keys() - {"persistent", "iterable"}))  # whose epochs may overlap
 def test_an_epoch_that_is_begun_and_left_in_mid_epoch_does_not_move_the_place(name):
     torch.manual_seed(0)
     loader = STATEFUL[name]()

@@ -1,4 +1,4 @@
-"""Threads, file descriptors and memory end with what uses them: breaks, errors, forks, interpreter exit."""
+"""Cleanup of threads, file descriptors and memory after breaks, errors, forks and interpreter exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.data.harness import CopyingPrefetcher, eventually, rings_of, threads_
 from tests.helpers import in_child, native_threads
 
 LOADER = DataLoader(TensorDataset(torch.arange(500_000).reshape(200, 2500), torch.arange(200)), 8, shuffle=True)
-"""Batches of 160 KB: threads gather them, where smaller ones are left to whoever waits."""
+"""Loader of 160 KB batches, which threads gather. The consumer gathers smaller batches itself."""
 
 
 def descriptors() -> int:
@@ -62,12 +62,15 @@ def test_a_thousand_breaks_leave_nothing_behind(kind):
 
 
 def children() -> set[int]:
-    """Processes that this one has started and that have not ended."""
+    """Return the number of running child processes of this process."""
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def leaves_nothing(attempt, times: int) -> bool:
-    """Whether `times` attempts after a first leave no process or descriptor; an earlier test's may end meanwhile."""
+    """Return True if `times` attempts after the first one leave no process or descriptor.
+
+    A process of an earlier test may end during the attempts.
+    """
 
     def has_ended(most: float) -> bool:
         gc.collect()
@@ -106,12 +109,12 @@ class Interrupted(Dataset):
     def __getitem__(self, index):
         if index == 20:
             os.kill(self.main, signal.SIGINT)
-            time.sleep(0.2)  # the main thread waits meanwhile
+            time.sleep(0.2)  # the main thread waits during this time
         return index
 
 
 def interrupts(loader) -> None:
-    """Ctrl-C while the loop is at its step."""
+    """Send SIGINT while the loop is in its step."""
     for number, _ in enumerate(loader):
         if number == 3:
             signal.raise_signal(signal.SIGINT)
@@ -119,7 +122,7 @@ def interrupts(loader) -> None:
 
 @pytest.fixture
 def interruptible():
-    """Where a shell started the tests in the background, SIGINT was ignored from the start."""
+    """Enable SIGINT, because a shell ignores SIGINT in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -141,7 +144,7 @@ def test_keyboard_interrupt_leaves_nothing_behind(kind, workers):
 
 
 def test_threads_come_with_the_second_batch():
-    """Guards the tests above, too: `threads` sees what it looks for."""
+    """The test also proves that `threads` sees the threads that the tests above look for."""
     iterator = iter(InMemoryLoader(LOADER, threads=3))
     before = os.listdir("/proc/self/task")  # a new thread bears its name a while later
     next(iterator)
@@ -153,7 +156,7 @@ def test_threads_come_with_the_second_batch():
 
 
 def test_small_batches_wake_no_thread():
-    """They are gathered on a core that may be computing the step, in less time than waking one takes."""
+    """The consumer gathers small batches itself, because waking a thread takes longer."""
     loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(4000).reshape(1000, 4)), 8, shuffle=True), threads=3)
     before = os.listdir("/proc/self/task")
     iterator = iter(loader)
@@ -200,7 +203,7 @@ def test_closed_stager_says_so():
 
 @pytest.mark.parametrize("index", [-1, 4, 2**40])
 def test_index_out_of_range_is_an_error(index):
-    """The last defence: never a read outside the tensor."""
+    """The check of the index prevents a read outside the tensor."""
     data, indices = torch.zeros(4, 2), torch.tensor([0, index])
     stager = _host.Stager(_host.Ring(device=-1, max_idle=4))
     columns = _host.Columns([([(data.data_ptr(), 4, 8)], 8, 2, 32, [2])], data)
@@ -248,7 +251,7 @@ def test_fork_in_mid_epoch():
         nonlocal iterator, batch
         with pytest.raises(RuntimeError, match="fork"):
             list(iterator)
-        batch = None  # the slot's ring may be locked for ever here: it is not asked
+        batch = None  # the lock of the slot's ring may be held forever in this process
         iterator.close()
         iterator = None
         gc.collect()
@@ -260,7 +263,7 @@ def test_fork_in_mid_epoch():
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_same_loader_in_a_fork():
-    """What a user does who forks workers in mid-epoch: the child's copy of the loader is to work, too."""
+    """Fork in mid-epoch, as a user does who starts workers. The child's copy of the loader must work too."""
     loader = InMemoryLoader(LOADER)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -274,7 +277,7 @@ def test_same_loader_in_a_fork():
 
 @pytest.mark.slow
 def test_interpreter_exit_in_mid_epoch():
-    # One process pays for importing torch; each ending is a fork of it that ends as an interpreter does.
+    # One process imports torch. Each ending is a fork of this process that exits like an interpreter.
     program = """
         import gc, os, signal, sys, torch
         from torch.utils.data import DataLoader, TensorDataset
@@ -328,7 +331,7 @@ def test_where_no_thread_can_be_had_the_waiting_one_gathers():
 
 @pytest.mark.parametrize("kind", ["memory", "copied memory", "copied"])
 def test_closed_by_another_thread(kind):
-    """Whoever iterates meanwhile gets an end or a clear error."""
+    """A concurrent iteration ends, or raises a clear error."""
     loader, errors = WRAPPERS[kind](LOADER), []
     stop = threading.Event()
 

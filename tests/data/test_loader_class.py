@@ -100,7 +100,7 @@ def test_a_started_iterator_is_not_shared_with_a_clone():
     next(iter(loader))
     assert base_of(loader) is None
     persistent = Collating(SAMPLES, 4, factor=1)
-    persistent._iterator = iter(DataLoader(SAMPLES))  # as persistent workers leave it
+    persistent._iterator = iter(DataLoader(SAMPLES))  # set as by persistent workers
     assert clone_loader(persistent)._iterator is None
 
 
@@ -131,7 +131,7 @@ def test_a_clone_does_not_fill_the_cache_of_its_loader():
                 yield batch
 
     loader = Caching(DataLoader(SAMPLES, 4))
-    next(iter(clone_loader(loader)))  # half an epoch in the cache
+    next(iter(clone_loader(loader)))  # fills half of the cache
     assert len(list(loader)) == 5
 
 
@@ -170,7 +170,7 @@ def test_other_loaders_are_neither_resized_nor_gathered(name):
         InMemoryLoader(loader)
 
 
-# -- the libraries' own classes --------------------------------------------------------------------------------
+# -- classes of libraries --------------------------------------------------------------------------------------
 
 
 def accelerated(samples, seedable):

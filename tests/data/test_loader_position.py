@@ -1,4 +1,4 @@
-"""Trials read a loader of flatout's, and leave it where it was."""
+"""Trials that read a loader of flatout, and restore its position."""
 
 import pytest
 import torch

@@ -150,7 +150,7 @@ HIDDEN = np.random.default_rng(0)
 
 
 class Sometimes(Dataset):
-    """Random in ways that one look at one sample does not show."""
+    """Dataset whose randomness a single look at one sample does not reveal."""
 
     def __init__(self, how):
         self.how = how
@@ -209,7 +209,10 @@ def test_what_cannot_be_looked_into_holds_no_generator():
 
 @pytest.mark.parametrize("road", ["in memory", "workers made persistent", "no workers"])
 def test_orders_of_later_epochs(road):
-    """Persistent workers are given their seed once: whoever takes their place draws as they do, and the other way."""
+    """Persistent workers receive their seed once.
+
+    A loader that replaces them, or is replaced, draws the same numbers.
+    """
     data = TensorDataset(torch.arange(20))
 
     def epochs(loader):

@@ -1,9 +1,11 @@
-"""movable_transforms: what is named, where, and everything that must not be."""
+"""movable_transforms: names and lines of operators that may move, and refusals of all others."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ MEAN = np.array([0.4, 0.5, 0.6], dtype=np.float32)
 
 
 class Made(Dataset):
-    """Samples made by a function of the index."""
+    """Dataset of samples that a function makes from the index."""
 
     def __init__(self, make: Callable, length: int = 12) -> None:
         self.make = make
@@ -43,14 +45,14 @@ class Made(Dataset):
 
 
 def line_of(mark: str) -> int:
-    """The line of this file that ends in a comment."""
+    """Return the line number of the line in this file that ends in a comment."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
     return number
 
 
 def named(make: Callable, **options: int) -> list[str]:
-    """Operators that are named for a dataset of ``make(index)``, in the order in which they run."""
+    """Return the named operators of a dataset of ``make(index)``, in the order in which they run."""
     return [name for work in examined(Made(make), **options) for name in work.operators]
 
 
@@ -125,7 +127,7 @@ def test_little_work_is_left_out():
     assert examined(Made(make)) == ()
 
 
-# -- what may move ---------------------------------------------------------------------------------------------
+# -- operators that may move -----------------------------------------------------------------------------------
 
 
 def crop(i):
@@ -251,7 +253,7 @@ def test_what_leads_from_the_last_work_for_the_cpu_to_the_sample_is_named(name):
 
 def drawn(i, draw):
     x = FLOATS[i].div(255)
-    return x.flip(-1) if draw() < 2 else x  # always, as far as anybody can see
+    return x.flip(-1) if draw() < 2 else x  # always flips, as far as a check can see
 
 
 def helped(i, draw):
@@ -365,7 +367,11 @@ def test_what_is_typed_in_is_the_users_own():
 
 
 def test_a_cell_of_a_notebook_is_told_by_its_number():
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    config = importlib.import_module("traitlets.config").Config()
+    config.HistoryManager.enabled = False  # no file of the user's, and no thread that outlives the test
+    threads = threading.enumerate()
+    shell = interactive.InteractiveShell.instance(config=config)
     try:
         shell.user_ns["FLOATS"] = FLOATS
         shell.run_cell("x = 1", store_history=True)
@@ -374,10 +380,11 @@ def test_a_cell_of_a_notebook_is_told_by_its_number():
         assert str(work).startswith(f"Cell In[{shell.execution_count - 1}]:2: celled (sub)")
     finally:
         type(shell).clear_instance()
+    assert threading.enumerate() == threads
 
 
 def installed(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """A module as it is after ``pip install``."""
+    """Install a module as ``pip install`` does."""
     file = folder / "site-packages" / "library.py"
     file.parent.mkdir()
     file.write_text(source)
@@ -432,11 +439,11 @@ def test_a_librarys_transform_is_told_by_the_way_to_it_or_by_who_calls_it(tmp_pa
     (work,) = examined(Made(lambda i: halve(FLOATS[i])))
     assert work.what == "<lambda>"
 
-    # Known to nobody: made anew for each sample, in code that is not the user's.
+    # Unknown module: created for each sample, in code that is not the user's.
     assert examined(library["Folder"](FLOATS, halve)) == ()
 
 
-# -- what cannot be looked at, and what is left behind ---------------------------------------------------------
+# -- no inspection, and no side effects ------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):

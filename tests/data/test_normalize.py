@@ -1,4 +1,4 @@
-"""``Normalize`` and its operator: bit-equal to torchvision's arithmetic whatever the dtype, shape and strides."""
+"""``Normalize`` and its operator: bit-equal to torchvision's arithmetic for any dtype, shape and strides."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_all_values_are_exact_with_any_mean_and_std(mean, std):
     ],
 )
 def test_quotients_beside_the_middle_of_two_floats(value, mean, std):
-    """Found by search, one in five million: the product with the reciprocal rounds the wrong way."""
+    """A search found these values, one in five million. The product with the reciprocal rounds the wrong way."""
     for count in (1, 300):  # a vector's tail, and vectors
         x = torch.full((1, 1, 1, count), value, dtype=torch.uint8)
         assert_normalized(operator(x, [mean], [std]), x, [mean], [std], torch.float32, torch.channels_last)
@@ -94,7 +94,7 @@ def test_it_is_torchvisions_to_tensor_and_normalize():
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)], ids=str)
 def test_it_is_near_the_true_value(dtype, digits):
-    """In float64, so that a mistake in ``exact`` would show: half a unit in the last place, and of float32 a few."""
+    """A comparison with float64 would show a mistake in ``exact``. The bound is about half a unit in the last place."""
     x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     true = (x.double() / 255 - 0.449) / 0.226
     bound = true.abs() * 2.0**-digits + 2.0**-22
@@ -164,7 +164,7 @@ def test_images_are_found_in_any_nesting_and_all_else_passes():
 
 
 class Tagged(torch.Tensor):
-    """A subclass, as torchvision's ``tv_tensors.Image`` is."""
+    """Subclass of Tensor, as torchvision's ``tv_tensors.Image`` is."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -181,7 +181,7 @@ def test_fallback_to_torch_operations(why, channels_last, dtype):
 
 
 def test_fallback_for_more_channels_than_a_kernel_supports():
-    """The kernel's constants are its argument, and there is an end to that."""
+    """A kernel receives its constants as an argument of limited size."""
     cuda = torch.device("cuda", 0)
     assert [is_normalized_by_kernel(cuda, channels) for channels in (1, 240, 241)] == [True, True, False]
     assert is_normalized_by_kernel(torch.device("cpu"), 241)
@@ -221,7 +221,7 @@ def test_what_makes_no_sense_is_refused(mean, std, options, message):
         Normalize(mean, std, **options)
 
 
-# ---- the operator as torch sees it -------------------------------------------------------------------------
+# ---- the operator in torch ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -1,4 +1,4 @@
-"""Loaders cross to other processes, and are copied, as what they were made from."""
+"""Pickles and copies of loaders, which contain the base loader."""
 
 import copy
 import pickle
@@ -94,7 +94,7 @@ def test_a_copy_is_a_loader_that_no_epoch_was_taken_of(name, way, under_way):
 def test_a_process_that_is_spawned_gets_the_loader():
     context = torch.multiprocessing.get_context("forkserver")
 
-    def numbers():  # no generator: torch's own loaders lose the state of one on their way to another process
+    def numbers():  # no generator: torch's loaders lose the state of a generator in another process
         return DataLoader(make_data(), 16)
 
     loaders = [InMemoryLoader(numbers()), Prefetcher(numbers(), "cpu"), cache_in_memory(DataLoader(SlowSamples(), 16))]

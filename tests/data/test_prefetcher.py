@@ -1,4 +1,4 @@
-"""Prefetcher: the loader's batches, order, errors. The host plays the device; tests/gpu has the real one."""
+"""Prefetcher: batches, order and errors of the loader, with the host as device. tests/gpu tests real devices."""
 
 from __future__ import annotations
 
@@ -92,19 +92,19 @@ def test_a_loader_may_fill_the_same_memory_again():
 
 
 class Carrier:
-    """A batch object that is moved in place."""
+    """Batch object that is moved in place."""
 
     def __init__(self):
         self.x = torch.zeros(3)
         self.number = -1
 
     def to(self, device):
-        self.x = self.x.to(device) + 0  # the host plays the device: a copy
+        self.x = self.x.to(device) + 0  # the host is the device: a copy
         return self
 
 
 class RefillsContainers:
-    """The same dict, list, array and objects for every batch."""
+    """Loader that refills the same dict, list, array and objects for every batch."""
 
     def __iter__(self):
         batch = {"i": 0, "names": [""], "array": np.zeros(2), "plain": Holder(torch.zeros(2)), "carrier": Carrier()}
@@ -163,7 +163,7 @@ def test_exceptions_arrive_whole_and_in_their_place(kind, after):
 
 
 class FailsOnce:
-    """Like DataLoader: the batch after an exception can still be had."""
+    """Loader like DataLoader, which can continue after an exception."""
 
     def __iter__(self):
         self.next = -1
@@ -226,7 +226,7 @@ def test_breaks_and_close_leave_no_thread(kind):
     data = TensorDataset(torch.zeros(20, 20_000))
     prefetcher = kind(InMemoryLoader(DataLoader(data, 3)), "cpu")
     for _ in range(50):
-        for number, _batch in enumerate(prefetcher):  # threads come with the second, where batches are worth them
+        for number, _batch in enumerate(prefetcher):  # threads start with the second batch, if batches are large
             if number == 1:
                 break
     gc.collect()
@@ -294,7 +294,7 @@ def test_set_epoch_reaches_the_sampler():
 
 
 def test_iter_is_the_loaders_iter():
-    """RNG: DataLoader draws its base seed in iter(), not at the first batch."""
+    """DataLoader draws its base seed in iter(), not at the first batch."""
     for kind in KINDS:
         torch.manual_seed(0)
         iter(DataLoader(torch.arange(4)))
@@ -385,7 +385,7 @@ def test_an_exception_in_the_transform_arrives_whole_when_its_batch_is_due(kind,
 
 
 class Understated(IterableDataset):
-    """Yields more samples than its length."""
+    """Loader that yields more samples than its length."""
 
     def __len__(self):
         return 2

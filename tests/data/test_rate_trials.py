@@ -16,7 +16,7 @@ from tests.clock import Clock
 
 
 class Counted:
-    """Iterator of a modelled loader, which counts its batches. Each takes a time on the simulated clock."""
+    """Iterator of a modeled loader, which counts its batches. Each batch takes a time on the simulated clock."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.clock, self.seconds, self.loaded = clock, seconds, 0

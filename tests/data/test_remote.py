@@ -1,4 +1,4 @@
-"""What workers of a DataLoader send besides batches: exceptions, whole, and the news of their death."""
+"""Exceptions and deaths of DataLoader workers, as the training process reports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _broken(index: int, why: str) -> Broken:
 
 
 class Unreturnable(Exception):
-    """Pickles, but cannot be made again from its ``args``."""
+    """Exception that pickles, but cannot be reconstructed from its ``args``."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__("one text")
@@ -45,7 +45,7 @@ def chained(index: int) -> None:
 
 
 class Failing(Dataset):
-    """Does what it is told at index 5."""
+    """Dataset that fails at index 5 in a given way."""
 
     def __init__(self, fail) -> None:
         self.fail = fail
@@ -81,7 +81,7 @@ def failure_of(loader: DataLoader) -> tuple[list, BaseException]:
         for batch in Prefetcher(loader, "cpu"):
             seen += batch.tolist()
     except Exception as error:
-        return seen, error.with_traceback(None)  # whose frames keep the workers alive
+        return seen, error.with_traceback(None)  # the frames of the exception keep the workers alive
     raise AssertionError("nothing was raised")
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_made_again_comes_as_in_torch():
 
 
 def test_what_cannot_be_sent_comes_as_text():
-    """A class made in a function: torch's worker fails to send it, and its loader waits forever."""
+    """torch's worker cannot send a class made in a function, and torch's loader waits forever."""
     _, error = failure_of(DataLoader(Failing(local), 2, num_workers=1))
     assert type(error) is RuntimeError
     assert "Local: mine" in str(error)
@@ -209,7 +209,7 @@ def test_a_worker_that_dies(end, cause, persistent):
 
 @pytest.mark.slow
 def test_workers_killed_at_any_moment():
-    """From outside: waiting, in the middle of a sample, or sending it."""
+    """Another process kills workers while they wait, load a sample or send a sample."""
     for attempt in range(40):
         started = Started()
         data = torch.arange(100_000).reshape(-1, 10)

@@ -1,4 +1,4 @@
-"""Batches that trials took from a loader come to training as the loader yielded them."""
+"""Batches that trials took from a loader: training receives them unchanged."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 
 
 class Pair:
-    """A batch class of a user's own."""
+    """User's own batch class."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -24,7 +24,7 @@ class Pair:
 
 
 class Refilled:
-    """Fills one memory, and one container, again for every batch."""
+    """Loader that refills the same memory and container for every batch."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -77,7 +77,7 @@ def test_replayed_batches_are_those_that_were_read(kind, count):
 
 
 class Shared(IterableDataset):
-    """Yields rows of one tensor that it shifts."""
+    """Loader that yields rows of one tensor and shifts the tensor."""
 
     def __iter__(self):
         memory = torch.zeros(8)

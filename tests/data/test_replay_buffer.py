@@ -1,4 +1,4 @@
-"""A loader that cannot be rewound: ``optimize`` reads from it, leaves the generators alone, and loses nothing."""
+"""Loaders that cannot be rewound: ``optimize`` reads batches, restores the generators, and loses no batch."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_generators_that_were_seeded_in_between_stay_as_they_are():
     batches = iter(run.loader)
     next(batches)
     assert generators(generator)[0] == before[0]
-    assert generators(generator)[1] != before[1]  # else the next epoch would have the order of this one
+    assert generators(generator)[1] != before[1]  # otherwise the next epoch would have the same order
 
 
 def test_a_failure_leaves_the_generators_as_they_were():
@@ -73,7 +73,7 @@ def test_an_iterator_that_is_left_before_its_first_batch_takes_nothing():
 
 
 class Drawn(Sampler):
-    """Draws with the global generator."""
+    """Loader that draws with the global generator."""
 
     def __iter__(self):
         yield from torch.randperm(64).tolist()

@@ -1,4 +1,4 @@
-"""A loader that goes on in mid-epoch: the same samples and the same generators as without the break."""
+"""Loaders that resume in mid-epoch: samples and generators equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dataset() -> TensorDataset:
 
 
 class Numbers(Dataset):
-    """Says of which type the index was that it got."""
+    """Dataset whose samples hold the type of the index."""
 
     asked: int = 0
 
@@ -50,7 +50,7 @@ class Numbers(Dataset):
 
 
 class OwnGenerator(Sampler):
-    """A user's own, without a state; draws from a generator that it holds."""
+    """User's sampler without a state, which draws from a generator that it holds."""
 
     def __init__(self, _dataset):
         self.generator = torch.Generator().manual_seed(4)
@@ -64,7 +64,7 @@ class OwnGenerator(Sampler):
 
 
 class GlobalGenerators(Sampler):
-    """A user's own batch sampler; draws a whole epoch at once, from everybody's generators."""
+    """User's batch sampler, which draws a whole epoch at once from all global generators."""
 
     def __init__(self, _dataset):
         pass
@@ -80,7 +80,7 @@ class GlobalGenerators(Sampler):
 
 
 class Stateful(Sampler):
-    """A user's own that says where it is."""
+    """User's sampler that saves its position."""
 
     def __init__(self, _dataset):
         self.epoch, self.given = 0, 0
@@ -144,13 +144,13 @@ WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {
 
 @dataclass
 class Log:
-    """What a training saw: batches by epoch, and the generators at each epoch's end."""
+    """Record of a training: batches by epoch, and generator states at the end of each epoch."""
 
     epochs: list[list[Any]] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
 
     def run(self, wrapped: Iterable[Any], held: Any, epochs: int, stop: tuple[int, int] | None = None) -> Any:
-        """Iterate; at ``stop`` (epoch, batches) save and leave, as a training that is killed does."""
+        """Train. At ``stop`` (epoch, batches) save and return, as a training that is killed does."""
         for epoch in range(epochs):
             self.epochs.append([])
             iterator = iter(wrapped)
@@ -172,27 +172,30 @@ class Log:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with lists for tensors: to be compared."""
+    """Return ``value`` with lists instead of tensors, for comparisons."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def held_by(loader: DataLoader) -> list[Any]:
-    """The generators of a loader that a user knows of."""
+    """Return the generators of a loader that a user can access."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return [loader.generator, getattr(sampler, "generator", None), getattr(loader.sampler, "generator", None)]
 
 
 def scramble() -> None:
-    """What a new process is like."""
+    """Seed the global generators with other numbers, as in a new process."""
     torch.manual_seed(99)
     random.seed(99)
     np.random.seed(99)
 
 
 def check(make: Callable[[], DataLoader], wrap, epoch: int, batches: int, then_wrap=None, then_make=None) -> None:
-    """Break in ``epoch``, behind so many ``batches``; negative: counted from its end."""
+    """Compare a run that stops in ``epoch`` after ``batches`` with a whole run.
+
+    A negative number of batches counts from the end of the epoch.
+    """
     scramble()
     whole, loader = Log(), make()
     whole.run(wrap(loader), held_by(loader), 3)
@@ -234,7 +237,7 @@ def test_workers(kind, epoch, batches, persistent):
 
 
 def test_what_a_sampler_drew_from_the_model_s_generator_is_not_drawn_again_in_silence():
-    """It drew ahead for workers; the model has drawn since."""
+    """The sampler draws ahead for workers, and the model draws in between."""
 
     class Lazy(Sampler):
         def __len__(self):
@@ -260,7 +263,7 @@ def test_what_a_sampler_drew_from_the_model_s_generator_is_not_drawn_again_in_si
 
 
 def test_a_drawn_tail_is_not_drawn_twice():
-    """Read ahead to the epoch's end, a sampler has drawn samples that drop_last leaves out."""
+    """Prefetching to the end of the epoch draws samples that drop_last leaves out."""
 
     class Few(OwnGenerator):
         def __len__(self):
@@ -279,7 +282,7 @@ def test_a_drawn_tail_is_not_drawn_twice():
 
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
 def test_any_number_of_workers_can_go_on(workers):
-    """Whatever the workers had read ahead."""
+    """The result does not depend on how many batches the workers have prefetched."""
     before, after = workers
 
     def made_with(number: int):
@@ -316,7 +319,7 @@ def test_the_dataset_is_not_asked_again():
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_indices_keep_their_types(kind):
-    """The dataset sees what the user's sampler yields, also in the rest of an epoch."""
+    """The dataset receives the index types of the user's sampler, also in the rest of an epoch."""
     scramble()
     theirs = [plain(batch) for batch in LOADERS[kind](Numbers())]
     scramble()
@@ -328,7 +331,7 @@ def test_indices_keep_their_types(kind):
 
 
 def test_drawing_in_one_go():
-    """However many batches were read, torch's samplers draw one block."""
+    """torch's samplers draw one block, independent of the number of batches that were read."""
 
     drawn: list[int] = []
     original = torch.randint
@@ -355,7 +358,7 @@ def test_drawing_in_one_go():
 
 
 def test_between_epochs():
-    """A state saved there begins the next epoch, with the loader's own generator as it was."""
+    """A state saved between epochs starts the next epoch, with the loader's own generator restored."""
     torch.manual_seed(0)
     loader = LOADERS["shuffled, generator"](dataset())
     prefetcher = Prefetcher(loader, "cpu")
@@ -375,12 +378,12 @@ def test_between_epochs():
         (kind, persistent)
         for kind in ("shuffled", "shuffled, generator", "global generators")
         for persistent in ("no", "the user's", "flatout's")
-        if (kind, persistent) != ("global generators", "flatout's")  # a sampler that is never given persistent ones
+        if (kind, persistent) != ("global generators", "flatout's")  # this sampler never has persistent workers
     ],
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_between_epochs_of_workers(wrapper, kind, persistent, before):
-    """Persistent ones are given their seed in the first epoch, whichever process that was in."""
+    """Persistent workers receive their seed in the first epoch, in any process."""
 
     def make():
         loader = LOADERS[kind](dataset(), num_workers=1, persistent_workers=persistent == "the user's")
@@ -399,7 +402,7 @@ def test_between_epochs_of_workers(wrapper, kind, persistent, before):
             scramble()
             RandomState.capture().write(state[1])
             wrapped.load_state_dict(state[0])
-            state = part._saved(wrapped)  # a state that was loaded, and not gone on from
+            state = part._saved(wrapped)  # a state that was loaded, but not resumed
             wrapped.load_state_dict(state[0])
         part.run(wrapped, held_by(loader), epochs)
         state = part._saved(wrapped)
@@ -439,11 +442,11 @@ def test_a_loaded_state_can_be_saved_again():
     assert plain(resumed.state_dict()["position"]["before"]) == plain(state["position"]["before"])
     rest = list(resumed)
     assert len(rest) == len(prefetcher) - 1
-    assert len(list(resumed)) == len(prefetcher)  # and the next epoch is whole
+    assert len(list(resumed)) == len(prefetcher)  # the next epoch is complete
 
 
 def test_an_epoch_that_was_left_is_gone_on_with():
-    """As a user does it who stops training after so many steps."""
+    """Resume in the same process, as after a stop at a number of steps."""
     prefetcher = Prefetcher(LOADERS["sequential"](dataset()), "cpu")
     for number, _ in enumerate(prefetcher):
         if number == 1:
@@ -487,7 +490,6 @@ def test_a_state_of_another_loader_is_refused(other, request):
 
 
 def test_a_sampler_that_draws_something_else_is_an_error():
-    """Rather than other samples in silence."""
     torch.manual_seed(0)
     make = LOADERS["global generators"]
     prefetcher = Prefetcher(make(dataset()), "cpu")
@@ -567,7 +569,7 @@ def test_a_stream_s_last_batch_is_its_last(kind):
 
 
 class OwnLoader:
-    """A loader of the user's with a state of its own."""
+    """User's loader with a state."""
 
     def __init__(self):
         self.given = 0
@@ -622,13 +624,13 @@ def test_an_old_iterator_does_not_move_the_new_ones_place(kind):
 
 
 def test_sequential_sampler_is_not_copied():
-    """A sampler over something else than the dataset."""
+    """The sampler covers a sequence other than the dataset."""
     loader = DataLoader(dataset(), 4, sampler=SequentialSampler(range(9)))
     check(lambda: loader, WRAPPERS["prefetcher"], 0, 1)
 
 
 def test_a_huge_dataset_in_order():
-    """Its indices are not made before they are asked for."""
+    """Resuming creates no list of all indices."""
 
     class Huge(Dataset):
         def __len__(self):
@@ -645,7 +647,7 @@ def test_a_huge_dataset_in_order():
 
 
 def test_a_sampler_that_draws_when_it_is_iterated():
-    """Before the seed of workers, batched or not."""
+    """The sampler draws before the loader draws the seed of workers, with and without batches."""
 
     class AtOnce(Sampler):
         def __len__(self):
@@ -661,7 +663,7 @@ def test_a_sampler_that_draws_when_it_is_iterated():
 
 
 class Hiccup(Sampler):
-    """Fails once in mid-epoch, and goes on."""
+    """Sampler that fails once in mid-epoch and then continues."""
 
     def __init__(self):
         self.given = 0

@@ -60,7 +60,7 @@ def generator() -> torch.Generator:
 
 
 class Lazy(Sampler):
-    """Draws each index when it is asked for, from three global generators."""
+    """Sampler that draws each index on request, from three global generators."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -243,7 +243,7 @@ def test_a_resumed_rank_0_keeps_its_own_random_states():
 
 
 def test_rank_0_draws_as_one_process_does():
-    """Also between epochs, and if the training draws from the generator of the order."""
+    """The draws are equal between epochs, and if the training draws from the generator of the order."""
 
     def program(ranks: Agreement) -> Any:
         seen = epochs_of(Prefetcher(sliced(ORDERS["shuffled"](dataset()), ranks), "cpu"), noise=1)
@@ -497,7 +497,7 @@ def test_batches_in_a_list(kind):
 
 
 def test_a_loader_without_batches_is_sliced_after_loading():
-    """As with a sampler of batches, for datasets that make whole batches."""
+    """Datasets that make whole batches use such a sampler of batches."""
     loader = DataLoader(torch.arange(10), None, sampler=BatchSampler(RandomSampler(range(10)), 4, False))
 
     def program(ranks: Agreement) -> Any:
@@ -611,7 +611,7 @@ def test_batches_in_any_order_are_put_in_order():
 
 
 class BatchSamplerShard(Sampler):
-    """As in accelerate."""
+    """Batch sampler with the interface of accelerate's."""
 
     def __init__(self, batch_sampler, num_processes, process_index):
         self.batch_sampler, self.num_processes, self.process_index = batch_sampler, num_processes, process_index

@@ -1,4 +1,4 @@
-"""A batch is taken apart along its samples, or not at all."""
+"""Splits of a batch along its samples, and refusals of all other batches."""
 
 import collections
 from typing import NamedTuple

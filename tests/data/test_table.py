@@ -1,4 +1,4 @@
-"""The cache's memory: shared by all processes, each row written once, nothing left behind."""
+"""Memory of the cache: shared by all processes, each row written once, freed at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def descriptors() -> int:
 
 
 def memory_of(field: str) -> int:
-    """Bytes of this process."""
+    """Return a field of this process's memory map, in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -122,7 +122,7 @@ def test_a_row_is_not_to_be_had_before_it_is_whole():
     assert table.missing() == [0, 1, 2, 3]
     table.put(2, values)
     assert table.has(2)
-    table.put(2, [torch.zeros(2), 4])  # somebody else was faster
+    table.put(2, [torch.zeros(2), 4])  # another process wrote the row first
     assert same(table.take(2), (torch.ones(2), 3))
 
 
@@ -159,7 +159,7 @@ def test_a_hundred_caches_leave_nothing_behind():
         column, sample = columns_of(cached)[0], cached[3]
         pickle.loads(pickle.dumps(SharedBytes(5)))
         del cached
-        assert torch.equal(column[3], sample)  # lives as long as whoever uses it
+        assert torch.equal(column[3], sample)  # memory lives as long as its users
 
     use()
     before, mapped = descriptors(), len(Path("/proc/self/maps").read_text().splitlines())
@@ -170,7 +170,7 @@ def test_a_hundred_caches_leave_nothing_behind():
 
 
 class Reading(Dataset):
-    """Reads everything in a worker, and says by how much that worker's own memory has grown."""
+    """Dataset that reads all samples in a worker, and returns the growth of the worker's own memory."""
 
     def __init__(self, cached):
         self.cached = cached
@@ -179,7 +179,7 @@ class Reading(Dataset):
         return 2
 
     def __getitem__(self, _):
-        for _ in range(3):  # Python's own first
+        for _ in range(3):  # the first reads allocate Python's own memory
             self.cached[0]
         gc.collect()
         before = memory_of("Private_Dirty")
@@ -192,7 +192,7 @@ class Reading(Dataset):
 def test_reading_workers_do_not_copy(workers):
     cached = CachedDataset(Made(lambda i: torch.full((256, 256), float(i)), 256))  # 64 MiB
     cached.fill(num_workers=workers)
-    sum(float(cached[i].sum()) for i in range(256))  # mapped here, as in the worker
+    sum(float(cached[i].sum()) for i in range(256))  # maps the memory here, as in the worker
     grown = list(DataLoader(Reading(cached), 1, num_workers=2))
     assert sorted(int(worker) for worker, _ in grown) == [0, 1]
     assert all(int(growth) < 4 * MIB for _, growth in grown), grown
@@ -231,7 +231,7 @@ def test_a_process_started_anew_shares_the_rows_both_ways(method, monkeypatch):
 
 
 def test_without_memfd(monkeypatch):
-    """As where there is no such system call: torch's own shared memory."""
+    """Delete the function, as on systems without this system call. torch's shared memory replaces it."""
     monkeypatch.delattr(os, "memfd_create")
     data = Counted()
     cached = CachedDataset(data)

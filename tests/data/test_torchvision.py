@@ -1,4 +1,4 @@
-"""A torchvision pipeline over image files: the same batches through every loader of flatout, and what it is told."""
+"""torchvision pipelines over image files: equal batches through every loader of flatout, and their findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN = [transforms.Resize(224), transforms.CenterCrop(224), *TAIL]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Operations on small images that wait for a second core take a hundred times longer on a busy machine."""
+    """Use one thread. A second core slows operations on small images a hundredfold on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """24 files of different sizes, kinds and colour modes in 3 class folders."""
+    """Write 24 files of different sizes, kinds and color modes in 3 class folders."""
     generator = np.random.default_rng(0)
     for i in range(24):
         (tmp_path / f"class{i % 3}").mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def loader_of(folder: Path, steps: list, workers: int = 0) -> DataLoader:
 
 
 def epochs(loader) -> list[list]:
-    """Cold, then warm."""
+    """Return a cold epoch, then a warm epoch."""
     return [[(x.clone(), y.clone()) for x, y in loader] for _ in range(2)]
 
 
@@ -106,7 +106,7 @@ def test_random_augmentation_is_not_cached(folder, step):
 
 
 def turned(image):
-    """Python's random does not say which of the functions under way it drew for."""
+    """Python's random does not show which of the running functions it drew for."""
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.9 else image
 
 
@@ -119,7 +119,7 @@ PIPELINES = {
     ),
     "sizes differ until late": (
         [transforms.ToTensor(), transforms.Resize((32, 32)), transforms.Normalize(MEAN, STD)],
-        ["Resize", "Normalize"],  # of the former the view that it returns
+        ["Resize", "Normalize"],  # of the former, the view that it returns
     ),
     "a random choice between": (
         [transforms.CenterCrop(32), TAIL[0], transforms.RandomVerticalFlip(0.9), TAIL[1]],

@@ -1,4 +1,4 @@
-"""Tests of ``tune``: decisions for modelled loaders, and measurements of real loaders in simulated time."""
+"""Tests of ``tune``: decisions for modeled loaders, and measurements of real loaders in simulated time."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def tried(found) -> list[int]:
 @pytest.mark.parametrize(
     ("seconds", "busy", "step", "workers"),
     [
-        (0.0001, 1.0, 0.1, 0),  # nothing to hide
+        (0.0001, 1.0, 0.1, 0),  # no time to hide
         (0.004, 1.0, 0.1, 0),
         (0.01, 1.0, 0.1, 1),
         (0.09, 1.0, 0.1, 1),
         (0.25, 1.0, 0.1, 3),
         (0.5, 0.0, 0.1, 6),  # the starved step
-        (2.0, 0.0, 0.1, 22),  # more than cores: they wait for a disk
-        (2.0, 1.0, 0.1, 8),  # all that the cores carry
+        (2.0, 0.0, 0.1, 22),  # more workers than cores: they wait for a disk
+        (2.0, 1.0, 0.1, 8),  # the number that the cores support
         (2.0, 0.5, 0.1, 16),
         (100.0, 0.0, 0.01, 64),
-        (0.1, 1.0, 0.0, 8),  # as fast as can be
+        (0.1, 1.0, 0.0, 8),  # as fast as possible
     ],
 )
 def test_fewest_workers_that_keep_up(seconds, busy, step, workers):
@@ -434,7 +434,7 @@ def test_the_users_own_start_method_is_kept(default, options):
 
 
 class OnMeta(Dataset):
-    """On a device that is not the CPU, wherever this runs."""
+    """Dataset of meta tensors, for a device other than the CPU on any machine."""
 
     def __len__(self):
         return 8
@@ -505,7 +505,7 @@ def test_trials_read_no_sample_twice():
     assert int(read[-1]) - len(read) < 10  # the order of the sampler, with gaps of prefetched batches
 
 
-# -- no trace ------------------------------------------------------------------------------------------------
+# -- no side effects -----------------------------------------------------------------------------------------
 
 
 class Noisy(Dataset):
@@ -570,7 +570,7 @@ def test_an_own_list_of_batches():
 
 
 class HalfBroken(TensorDataset):
-    """Only what the sampler names can be read."""
+    """Dataset that can load only the indices of its sampler."""
 
     def __getitem__(self, index):
         assert index < 25
@@ -594,7 +594,7 @@ def test_trials_read_what_the_sampler_names(options):
     assert sorted(torch.cat([b[0].flatten() for b in found.loader]).tolist()) == list(range(25))
 
 
-# -- the whole -----------------------------------------------------------------------------------------------
+# -- real loaders --------------------------------------------------------------------------------------------
 
 
 def test_a_real_loader_is_tuned_and_prefetched():
@@ -660,7 +660,7 @@ def test_arguments_are_checked(step_time, budget):
 
 
 class HangsInWorkers(Dataset):
-    """As a lock does that another thread held when the worker was forked."""
+    """Dataset that hangs in workers, like a lock that another thread held at the fork."""
 
     def __len__(self):
         return 100

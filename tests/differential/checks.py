@@ -1,4 +1,4 @@
-"""One job, trained plainly and through ``flatout.optimize``, with everything compared that either could change."""
+"""Checks of one job, trained plainly and through ``flatout.optimize``. Everything that can differ is compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _seed(seed: int) -> None:
 
 
 class Trigger:
-    """Raises at the call that a failure names, of those since it was armed."""
+    """Counter of calls, which raises at the call that a failure names, counted from the last ``arm(True)``."""
 
     def __init__(self, failure: Failure | None) -> None:
         self.failure = failure
@@ -71,7 +71,7 @@ class Trigger:
 
 
 class World:
-    """Everything of a job, made anew: two worlds of one job are equal to the bit, global generators included."""
+    """Objects of a job, newly created. Two worlds of one job are bit-equal, including global generators."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -103,7 +103,7 @@ class World:
         random.random(), np.random.rand(), torch.rand(1)
 
     def _train_plainly(self, batch: Any) -> None:
-        """A step that leaves gradients, moments and moved generators."""
+        """Take a step that leaves gradients and moments, and advances generators."""
         optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0.01)
         optimizer.zero_grad()
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -112,7 +112,7 @@ class World:
         optimizer.step()
 
     def compute_loss(self, batch: Any) -> Tensor:
-        """Return the loss, from the arguments that ``optimize`` is given."""
+        """Return the loss, from the arguments that ``optimize`` receives."""
         arguments = self.loss.arguments
         if "compute_loss" in arguments:
             return arguments["compute_loss"](self.model, batch)
@@ -137,7 +137,7 @@ class World:
         return flatout.optimize(self.model, self.loader if loader is None else loader, optimizer, **arguments)
 
     def picture(self) -> Picture:
-        """Everything of the world, and the global generators."""
+        """Return a picture of all objects of the world, and of the global generators."""
         return Picture(
             model=self.model,
             optimizer=self.optimizer,
@@ -164,11 +164,11 @@ class Course:
 
 
 def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
-    """torch's loop, an epoch for each of ``loaders``."""
+    """Train by torch's loop, one epoch for each of ``loaders``."""
     job, course = world.job, Course()
     optimizer, scheduler = world.optimizer, world.scheduler
     if job.form == "fit" and not world.model.training:
-        world.model.train()  # as ``fit`` does
+        world.model.train()  # ``fit`` does the same
     accumulate, max_norm = job.arguments.get("accumulate", 1), job.arguments.get("max_grad_norm")
     held = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
 
@@ -187,7 +187,7 @@ def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
         for batch in loader:
             course.saw(batch)
             if job.loss in WRITING:
-                batch = copy.deepcopy(batch)  # the loss may write to what it is given, and not to what the loader keeps
+                batch = copy.deepcopy(batch)  # a loss may write to its batch, but not to the loader's copy
             if job.form == "inference":
                 with torch.inference_mode():
                     course.losses.append(world.compute_loss(batch).detach())
@@ -215,7 +215,7 @@ def _epoch(run: flatout.Run, course: Course) -> None:
 
 
 def train(world: World, run: flatout.Run) -> Course:
-    """The same, by the form that the job asks for."""
+    """Train through flatout, in the form of the job."""
     if world.job.form in ("own loop", "inference"):
         world.model, batches = run
         return train_plainly(world, [batches] * EPOCHS)
@@ -243,10 +243,10 @@ def train(world: World, run: flatout.Run) -> Course:
 
 
 def check(job: Job) -> None:
-    """Everything that holds for a job.
+    """Check all properties of a job.
 
     Raises:
-        AssertionError: something does not, and what.
+        AssertionError: a property does not hold.
     """
     with process.as_user_sets_it(job.flags), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -269,17 +269,17 @@ def _undone(world: World) -> Iterator[None]:
 
 
 def _unexpected(job: Job, places: list[str], *allowed: str) -> list[str]:
-    """Without the places that are no defect."""
+    """Return the places where a difference is a defect."""
     patterns = [
-        r"optimizer\.state\[[^.]*\((object|memory)\)",  # entries are put back, as new dicts
-        r"\.weight\b" if "old weight norm" in job.quirks else "",  # made anew by each forward
-        r"\._dynamo_",  # a mark that torch.compile leaves on tensors
-        r"\._plan\b",  # addresses of what an optimizer of ours steps
-        r"(\.grad|state.*) \(memory\)" if "channels_last" in job.techniques else "",  # strides follow the weights'
-        r"^loader\._rings",  # memory that a loader of ours uses again
-        r"_table\." if job.loader == "cached" else "",  # a cache may know more samples than before
-        r"^loader.*_IterableDataset_len_called",  # its length was asked for
-        r"^loader\b" if job.loader in (*ONE_SHOT, "refilling") else "",  # what has been read has been read
+        r"optimizer\.state\[[^.]*\((object|memory)\)",  # entries are restored as new dicts
+        r"\.weight\b" if "old weight norm" in job.quirks else "",  # each forward creates the weight
+        r"\._dynamo_",  # torch.compile leaves this mark on tensors
+        r"\._plan\b",  # addresses in a plan of flatout's optimizer
+        r"(\.grad|state.*) \(memory\)" if "channels_last" in job.techniques else "",  # weights set the strides
+        r"^loader\._rings",  # memory that flatout's loader reuses
+        r"_table\." if job.loader == "cached" else "",  # a cache may hold more samples than before
+        r"^loader.*_IterableDataset_len_called",  # ``len`` of the loader was called
+        r"^loader\b" if job.loader in (*ONE_SHOT, "refilling") else "",  # batches that were read cannot be restored
         *allowed,
     ]
     return [place for place in places if not any(p and re.search(p, place) for p in patterns)]
@@ -290,7 +290,7 @@ def _none(places: list[str], what: str) -> None:
 
 
 def _differing(before: dict[str, Any], now: Callable[[], dict[str, Any]]) -> list[str]:
-    """Return what stays different. Workers that were told to end may take a while to do so."""
+    """Return the differences that remain after ten seconds, because workers need time to exit."""
     deadline = time.monotonic() + 10
     while (after := now()) != before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -298,7 +298,7 @@ def _differing(before: dict[str, Any], now: Callable[[], dict[str, Any]]) -> lis
 
 
 def _leaves_no_trace(job: Job) -> BaseException | None:
-    """Compare everything before and after ``optimize``, and after ``undo``; return what it raised as it may."""
+    """Compare all state before and after ``optimize``, and after ``undo``. Return the error if the job may raise it."""
     world, refused = World(job), None
     rewinds, is_seeded = is_rewindable(world.loader), job.arguments.get("seed") is not None
     before, around, flags = world.picture(), process.surroundings(), process.flags()
@@ -311,11 +311,11 @@ def _leaves_no_trace(job: Job) -> BaseException | None:
         except (*ERRORS, Injected, KeyboardInterrupt, MemoryError) as error:
             if not _may_raise(job, error):
                 raise
-            refused = error.with_traceback(None)  # whose frames would keep workers alive
+            refused = error.with_traceback(None)  # the frames of the error would keep workers alive
         world.trigger.arm(False)
         gc.collect()
         drawn = r"^generator" if is_seeded and refused is None else ""
-        # One sets a variable of the environment, the other goes on with the epoch that trials began.
+        # One sets an environment variable. The other continues the epoch that trials began.
         if refused is None and not job.arguments.get("deterministic") and rewinds:
             _none(_differing(around, process.surroundings), "optimize changed the process")
         if refused is None:
@@ -337,7 +337,7 @@ def _may_raise(job: Job, error: BaseException) -> bool:
 
 
 def _trains_alike(job: Job) -> None:
-    """Compare a training through ``optimize`` with a plain one: batches, losses, and all that they end in."""
+    """Compare a training through ``optimize`` with plain training: batches, losses, and all final state."""
     around, world = process.surroundings(), World(job)
     with _undone(world):
         run = world.optimize()
@@ -375,7 +375,7 @@ def _unequal(theirs: list[Any], ours: list[Any], equal: Callable[[float, float],
 
 
 def _as_optimize_reads(world: World) -> Iterator[Iterable[Any]]:
-    """A loader for each epoch. One that cannot be rewound gives the batches for trials before training draws."""
+    """Yield a loader for each epoch. A loader that cannot be rewound gives its trial batches before training draws."""
     seed, first = world.job.arguments.get("seed"), world.loader
     if not is_rewindable(world.loader):
         rest = iter(world.loader)
@@ -399,7 +399,7 @@ def _sequence_changes(theirs: list[Any], ours: list[Any]) -> list[str]:
 
 
 class Tolerance:
-    """Allowed difference from the plain training: none where every technique is exact."""
+    """Allowed difference from plain training. Without inexact techniques no difference is allowed."""
 
     def __init__(self, job: Job, decisions: dict[str, Any]) -> None:
         inexact = {name for name, value in decisions.items() if value is not False} - EXACT
@@ -408,12 +408,12 @@ class Tolerance:
         if job.model in SPARSE and job.arguments.get("accumulate", 1) > 1:
             inexact.add("coalesced before they are averaged")
         self.loads = job.form == "checkpoint"
-        # A native step begins state by dtype; torch loads a step size in the dtype of its parameter.
+        # A native step creates state by dtype. torch loads a step size in the dtype of its parameter.
         self.reorders = (job.model == "complex" and bool(inexact)) or (self.loads and "bf16" in job.quirks)
         self.counts = job.loader in ("prefetcher", "in memory")
         self.is_exact = not inexact
         self.is_half = "precision" in inexact or "bf16" in job.quirks
-        self.redraws = "compile" in inexact  # random numbers of its own
+        self.redraws = "compile" in inexact  # compiled code draws other random numbers
         self.is_loose = self.is_half or self.redraws or (bool(inexact) and job.optimizer in SIGNS)
 
     def losses(self, ours: float, theirs: float) -> bool:
@@ -423,7 +423,7 @@ class Tolerance:
         return abs(ours - theirs) <= share * (1 + abs(theirs))
 
     def means(self, ours: float, theirs: float) -> bool:
-        """``fit`` adds up in float32."""
+        """Compare means. ``fit`` sums in float32."""
         return math.isclose(ours, theirs, rel_tol=1e-5) if self.is_exact else self.losses(ours, theirs)
 
     def equal(self, theirs: Any, ours: Any) -> bool:
@@ -432,7 +432,7 @@ class Tolerance:
         if isinstance(theirs, Bits) and isinstance(ours, Bits):
             if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
                 return False
-            # A gradient that is zero but for rounding moves a weight by Adam's whole learning rate.
+            # A gradient that is zero except for rounding moves a weight by Adam's full learning rate.
             return self.is_loose or torch.allclose(ours.values, theirs.values, rtol=0.02, atol=0.05)
         try:
             return self.is_loose or math.isclose(float(ours), float(theirs), rel_tol=0.02, abs_tol=0.02)
@@ -441,17 +441,17 @@ class Tolerance:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """Patterns of places that differ all the same."""
+        """Patterns of places that may differ."""
         return (
-            r"loader\._iterator",  # the user's own workers did not serve
-            r"^loader\b" if self.counts else "",  # a loader of ours counts its epochs
+            r"loader\._iterator",  # the user's own workers were not used
+            r"^loader\b" if self.counts else "",  # a loader of flatout counts its epochs
             r"(param_groups|defaults).*\((keys|same as)\)|defaults\["
             if self.loads
-            else "",  # torch's loading orders them anew
-            "" if self.is_exact else r"\.grad\b",  # in the lazy form they stay scaled
-            r"\.grad\b" if self.loads else "",  # no checkpoint has those of parameters that no optimizer holds
+            else "",  # loading in torch changes the order
+            "" if self.is_exact else r"\.grad\b",  # gradients stay scaled in the lazy form
+            r"\.grad\b" if self.loads else "",  # a checkpoint lacks gradients of parameters outside the optimizer
             "^generator" if self.redraws else "",
-            r"_need_device_dtype_check_for_fused",  # torch's own step did not run
+            r"_need_device_dtype_check_for_fused",  # torch's step did not run
             r"optimizer\.state" if self.reorders else "",
-            "" if self.is_exact else r"(avg|buffer|sum|norm|sq)\w*'\] \(bits\)",  # of gradients that rounding makes
+            "" if self.is_exact else r"(avg|buffer|sum|norm|sq)\w*'\] \(bits\)",  # from pure rounding
         )

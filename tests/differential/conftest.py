@@ -1,4 +1,4 @@
-"""Choice of jobs: those of ``--jobs`` and ``--seed``, or a set that covers every kind of part."""
+"""Choice of jobs: by ``--jobs`` and ``--seed``, or a set that covers every kind of part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of every container, and loaders of every kind."""
+"""Batches in every container, and loaders of every kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import flatout
 from tests.differential.models import CLASSES, WORDS
 
 SAMPLES, BATCH = 18, 4
-"""An epoch is four batches of four and one of two."""
+"""Number of samples. An epoch has four batches of four samples and one of two."""
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Record:
 
 
 class Movable:
-    """Can be moved, and nothing else."""
+    """Batch with ``to`` and no other interface."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -105,7 +105,7 @@ BATCHES: dict[str, Container] = {
 
 @dataclass(frozen=True)
 class Collate:
-    """``default_collate``, and the container; by name, so that it can be pickled."""
+    """Collate function that puts ``default_collate``'s result into a container. The name makes it picklable."""
 
     batch: str
 
@@ -124,7 +124,7 @@ def sample(kind: str, i: int, size: int = 6) -> tuple[Tensor, int]:
 
 
 def fixed_batches(kind: str, batch: str, *, sizes: tuple[int, ...] = (6,)) -> list[Any]:
-    """An epoch in order, whose inputs have the given sizes in turn."""
+    """Return the batches of an epoch in order, whose inputs have the given sizes in turn."""
     made = []
     for start in range(0, SAMPLES, BATCH):
         size = sizes[start // BATCH % len(sizes)]
@@ -133,7 +133,7 @@ def fixed_batches(kind: str, batch: str, *, sizes: tuple[int, ...] = (6,)) -> li
 
 
 class Samples(Dataset[Any]):
-    """Map-style. Draws from the generator that ``draws`` names."""
+    """Map-style dataset that draws from the generator named by ``draws``."""
 
     def __init__(self, kind: str, draws: str = "") -> None:
         self.kind = kind
@@ -158,7 +158,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Iterable again and again, which nothing shows; shuffles by torch's generator as it goes."""
+    """Stream that can be iterated repeatedly, without a sign of this. Each sample draws from torch's generator."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -174,7 +174,7 @@ class SizedStream(Stream):
 
 
 class Backwards(Sampler[int]):
-    """A sampler of the user's own, which counts its epochs."""
+    """User's sampler, which counts its epochs."""
 
     def __init__(self) -> None:
         self.their_epochs = 0
@@ -188,7 +188,7 @@ class Backwards(Sampler[int]):
 
 
 class InPairs(Sampler[list[int]]):
-    """Batches of one's own: two neighbours, shuffled by a generator of its own."""
+    """User's batch sampler of two neighbors, shuffled by its own generator."""
 
     def __init__(self) -> None:
         self.random = random.Random(2)
@@ -203,7 +203,7 @@ class InPairs(Sampler[list[int]]):
 
 
 class Scaling(DataLoader[Any]):
-    """A loader class of the user's own, which changes batches as they pass."""
+    """User's loader class, which changes each batch."""
 
     def __iter__(self) -> Any:
         for x, y in super().__iter__():
@@ -211,7 +211,7 @@ class Scaling(DataLoader[Any]):
 
 
 class Refilling:
-    """Hands out the same memory again and again."""
+    """Loader that yields the same memory again and again."""
 
     def __init__(self, kind: str, batch: str) -> None:
         self.batch = batch
@@ -229,7 +229,7 @@ class Refilling:
 
 
 class Unsized:
-    """Batches from a generator function, without a length."""
+    """Loader of a generator function, without a length."""
 
     def __init__(self, kind: str, batch: str) -> None:
         self.kind, self.batch = kind, batch
@@ -255,7 +255,7 @@ def _seeds(worker: int) -> None:
 
 
 def _loads(data: Callable[[str], Any], size: int = BATCH, **arguments: Callable[[], Any]) -> Callable[[str, str], Any]:
-    """A DataLoader over ``data(kind)``; arguments are made anew for each."""
+    """Return a function that makes a DataLoader over ``data(kind)``. Each loader gets new arguments."""
 
     def load(kind: str, batch: str) -> Any:
         made = {name: argument() for name, argument in arguments.items()}
@@ -316,10 +316,10 @@ LOADERS: dict[str, Callable[[str, str], Any]] = {
     "a persistent worker": _loads(_tensors, shuffle=_true, num_workers=lambda: 1, persistent_workers=_true),
     "stream, a persistent worker": _loads(Stream, num_workers=lambda: 1, persistent_workers=_true),
 }
-"""``loader(kind of data, container)``."""
+"""Makers of loaders. Each takes a kind of data and a container."""
 
 YIELDS = {"subclass": "tuple", "tensors, default collate": "list", "in memory": "list"}
-"""Loaders that make batches of one kind only."""
+"""Loaders whose batches have one container only."""
 WITH_WORKERS = tuple(name for name in LOADERS if name.endswith("worker"))
 ONE_SHOT = ("iterator",)
 NOT_REWINDABLE = (

@@ -18,13 +18,16 @@ FORMS = ("step", "step", "step", "fit", "checkpoint", "own loop", "inference")
 """Owners of the loop. "checkpoint" is a ``run.step`` loop that is saved after an epoch and resumed by a new run."""
 
 LOSSES_LEFT_OUT = {
-    "checkpoint": ("teacher", "gan"),  # whose other modules no checkpoint of ours holds
+    "checkpoint": ("teacher", "gan"),  # flatout's checkpoints do not hold the loss's other modules
     "inference": ("gan", "teacher", "random", "pops labels", "in place", "ignoring some"),
 }
-"""By form. Buffers that grew or are expanded, and a ``Lookahead``, cannot go on from their ``state_dict`` either."""
+"""Losses left out, by form.
+
+A resized or expanded buffer and ``Lookahead`` cannot resume from a ``state_dict`` either.
+"""
 
 WHOLE_LOSSES = ("function", "closure", "of the model", "ignoring some")
-"""Losses that are the sum of the losses of a batch's parts."""
+"""Losses that are the sum of the losses of the parts of a batch."""
 
 FORCES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16", "fp16"),
@@ -46,7 +49,7 @@ FORBIDDABLE = tuple(t.name for t in REGISTRY if isinstance(t, (Measured, Advice)
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception at a call of the model or the loss, during ``optimize``."""
+    """Exception at a call of the model or the loss, during ``optimize``."""
 
     where: str
     call: int
@@ -55,10 +58,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Job:
-    """A training, and the arguments of ``optimize``. The defaults are the simplest job.
+    """Training, and the arguments of ``optimize``. The defaults are the simplest job.
 
-    ``twice`` calls ``optimize`` two times: without ``undo`` between the calls when state is compared before and
-    after, and with ``undo`` between the calls when a training is compared with the plain one.
+    ``twice`` calls ``optimize`` two times. ``undo`` runs between the calls only in a comparison with plain training.
     """
 
     seed: int = 0
@@ -79,7 +81,7 @@ class Job:
 
     @property
     def refusable(self) -> str:
-        """Reason for which ``optimize`` may refuse the job; empty where a refusal is a defect."""
+        """Reason for which ``optimize`` may refuse the job. An empty reason makes each refusal a defect."""
         if self.optimizer == "LBFGS":
             return "a step needs several backward passes"
         if self.scheduler == "ReduceLROnPlateau":
@@ -92,7 +94,7 @@ class Job:
 
     @property
     def kinds(self) -> frozenset[tuple[str, Any]]:
-        """Every kind of part that occurs in the job."""
+        """Kinds of parts in the job."""
         named = ("form", "model", "loss", "batch", "loader", "optimizer", "scheduler", "twice")
         forced = {("forced", name) for name, value in self.techniques.items() if value is not False}
         return frozenset(
@@ -111,11 +113,11 @@ class Job:
 
 
 class Injected(Exception):
-    """Raised in the middle of a trial."""
+    """Exception that is raised in the middle of a trial."""
 
 
 def draw(seed: int) -> Job:
-    """The job of a seed."""
+    """Return the job of a seed."""
     rng = random.Random(seed)
 
     def chance(share: float) -> bool:
@@ -128,7 +130,7 @@ def draw(seed: int) -> Job:
     loader = rng.choice([n for n in LOADERS if n not in WITH_WORKERS]) if chance(0.94) else rng.choice(WITH_WORKERS)
     if loader in OF_ONE and model in NO_SINGLE_SAMPLE:
         loader = "samples shuffled"
-    if form == "checkpoint" and loader in NOT_REWINDABLE:  # which begin anew in a new process
+    if form == "checkpoint" and loader in NOT_REWINDABLE:  # these loaders restart in a new process
         loader = "samples shuffled"
     takes = LOSSES[loss][1]
     fitting = [
@@ -150,7 +152,7 @@ def draw(seed: int) -> Job:
     scheduler = rng.choice(["", *SCHEDULERS]) if form != "inference" else ""
     techniques = _techniques(rng, form)
     if model == "scripted" and techniques.get("precision") == "fp16":
-        techniques["precision"] = "bf16"  # scripted modules of one type share graphs, which have autocast's first dtype
+        techniques["precision"] = "bf16"  # scripted modules of one type share graphs, with the first autocast dtype
     if model not in SPLITTABLE or loss not in WHOLE_LOSSES or {"hooks", "spectral norm"} & {*quirks}:
         techniques.pop("batch_size", None)
     arguments: dict[str, Any] = {"budget": rng.choice([0, 0, 0, 0.3])}
@@ -195,9 +197,7 @@ def _techniques(rng: random.Random, form: str) -> dict[str, Any]:
     for name, values in FORCES.items():
         if rng.random() < 0.25:
             chosen[name] = rng.choice(values)
-    if (
-        form in ("own loop", "inference") and chosen.get("precision") == "fp16"
-    ):  # for which ``run.step`` scales the loss
+    if form in ("own loop", "inference") and chosen.get("precision") == "fp16":  # only ``run.step`` scales the loss
         chosen["precision"] = "bf16"
     if rng.random() < 0.02:
         name, other = rng.choice([("compile", "torchscript"), ("compile", "torchscript"), ("torchscript", "compile")])
@@ -207,13 +207,13 @@ def _techniques(rng: random.Random, form: str) -> dict[str, Any]:
 
 def _quirks(rng: random.Random, model: str, form: str) -> tuple[str, ...]:
     chosen = {name for name in QUIRKS if name not in NORMS + DTYPES and rng.random() < 0.12}
-    if model not in ("attention", *SPARSE):  # whose last layer is tied, or is none
+    if model not in ("attention", *SPARSE):  # these have a tied last layer, or none
         if rng.random() < 0.25:
             chosen.add(rng.choice(NORMS))
         if rng.random() < 0.2 and model not in ("complex", "scripted", "graph module"):
             chosen.add(rng.choice(DTYPES))
     if "bf16" in chosen:
-        chosen -= {"orthogonal", "spectral norm"}  # for which torch has no 16-bit kernels
+        chosen -= {"orthogonal", "spectral norm"}  # torch has no 16-bit kernels for these
     if model in SPARSE:
         chosen -= {"frozen", "hooks"}
     if form == "inference":
@@ -222,20 +222,20 @@ def _quirks(rng: random.Random, model: str, form: str) -> tuple[str, ...]:
 
 
 def is_slow(job: Job) -> bool:
-    """Return True for a job that compiles, which takes many times longer than all other parts."""
+    """Return True for a job that compiles, which takes many times longer than any other job."""
     return any(job.techniques.get(name) is True for name in ("compile", "torchscript"))
 
 
 def covering(seeds: Iterable[int], count: int, slow: int) -> list[int]:
-    """Seeds whose jobs have every kind of part that occurs among ``seeds``, as far as ``count`` jobs can.
+    """Return seeds whose jobs have every kind of part among ``seeds``, as far as ``count`` jobs can.
 
     Args:
-        seeds: to choose from.
-        count: how many to choose.
-        slow: how many of them may compile.
+        seeds: seeds to choose from.
+        count: number of chosen seeds.
+        slow: number of chosen seeds that may compile.
 
     Returns:
-        The chosen, each the one that adds most kinds to those before it.
+        Chosen seeds. Each one adds the most new kinds to the seeds before it.
     """
     jobs = [draw(seed) for seed in seeds]
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""Losses as users write them: functions, modules, closures over other modules, with side effects of all kinds."""
+"""Losses as users write them: functions, modules, and closures over other modules, with all kinds of side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Unpack = Callable[[Any], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Loss:
-    """Arguments of ``optimize``, and every object that they reach and a step may change."""
+    """Arguments of ``optimize``, and every object that the arguments reach and a step may change."""
 
     arguments: dict[str, Any]
     objects: tuple[Any, ...] = ()
@@ -28,7 +28,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Weighted(nn.Module):
-    """A loss module with class weights in a buffer, a count of calls in another, and a learnt temperature."""
+    """Loss module with class weights and a count of calls in buffers, and a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def _closure(unpack: Unpack) -> Loss:
 
 
 def _teacher(unpack: Unpack) -> Loss:
-    """Distills from a module whose BatchNorm is in train mode, and whose statistics the loss thus updates."""
+    """Distill from a teacher in train mode. Each loss updates the statistics of the teacher's BatchNorm."""
     teacher = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1)).requires_grad_(False)
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -73,7 +73,7 @@ def _teacher(unpack: Unpack) -> Loss:
 
 
 def _gan(unpack: Unpack) -> Loss:
-    """Trains a critic by an optimizer of its own inside the loss."""
+    """Train a critic inside the loss, by its own optimizer."""
     critic = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(critic.parameters(), 0.01)
 
@@ -90,7 +90,7 @@ def _gan(unpack: Unpack) -> Loss:
 
 
 def _pops(unpack: Unpack) -> Loss:
-    """Takes the labels out of the batch, as much HuggingFace code does."""
+    """Pop the labels from the batch, as much Hugging Face code does."""
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         y = batch.pop("y")
@@ -100,7 +100,7 @@ def _pops(unpack: Unpack) -> Loss:
 
 
 def _in_place(unpack: Unpack) -> Loss:
-    """Changes the batch's tensors."""
+    """Change the tensors of the batch."""
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         x, y = unpack(batch)
@@ -113,7 +113,7 @@ def _in_place(unpack: Unpack) -> Loss:
 
 
 def _random(unpack: Unpack) -> Loss:
-    """Draws from torch's generator, and from one that the closure holds."""
+    """Draw from torch's generator, and from one in the closure."""
     generator = torch.Generator().manual_seed(9)
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -130,7 +130,7 @@ def _of_the_model(unpack: Unpack) -> Loss:
 
 
 def _ignoring(unpack: Unpack) -> Loss:
-    """A mean over the samples that count, with the weight that parts of a batch then need."""
+    """Average over the samples that count. Parts of a batch then need weights."""
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         total = functional.cross_entropy(output.float(), target, ignore_index=2, reduction="sum")
@@ -151,7 +151,7 @@ LOSSES: dict[str, tuple[Callable[[Unpack], Loss], str]] = {
     "of the model": (_of_the_model, "keywords"),
     "ignoring some": (_ignoring, "pairs"),
 }
-"""Maker of each loss, and the kind of batch that it takes."""
+"""Maker of each loss, and the required kind of batch."""
 
 WRITING = ("pops labels", "in place")
 """Losses that write to their batch."""

@@ -1,4 +1,4 @@
-"""Models with everything that a training step may touch: parameters, buffers, hooks, generators, shared parts."""
+"""Models with everything that a training step may change: parameters, buffers, hooks, generators, shared parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES, WORDS, WIDTH = 3, 11, 8
 
 
 class Counting(nn.Module):
-    """Writes to one buffer, replaces another, and draws a third that no ``state_dict`` holds."""
+    """Module that writes to one buffer, replaces another, and draws a third that no ``state_dict`` holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Counting(nn.Module):
 
 
 class Averaging(nn.Module):
-    """Keeps an exponential average of its inputs, and a flag that its first batch sets, as data-dependent init does."""
+    """Module with an exponential average of its inputs, and with a scale that the first batch initializes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Averaging(nn.Module):
 
 
 class Observer(nn.Module):
-    """Resizes its buffers in place at the first batch, as the observers of quantization do."""
+    """Module that resizes its buffers in place at the first batch, as quantization observers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Observer(nn.Module):
 
 
 class OwnGenerator(nn.Module):
-    """Draws noise from a generator that it keeps."""
+    """Module that draws noise from its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class OwnGenerator(nn.Module):
 
 
 class SideEffects(nn.Module):
-    """Changes Python attributes in ``forward``; those are the user's, whose names begin with ``their_`` here."""
+    """Module that changes Python attributes in ``forward``. The prefix ``their_`` marks them as the user's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class SideEffects(nn.Module):
 
 
 class Twice(nn.Module):
-    """One module under two names, called twice, and one buffer in two modules."""
+    """Module under two names, called twice, and one buffer in two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Checkpointed(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of unusual shapes: a scalar, none at all, a transposed view's strides, and one that no loss uses."""
+    """Module with unusual parameters: scalar, empty, transposed, and unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Doubling(torch.autograd.Function):
 
 
 class WithExtraState(nn.Module):
-    """Extra state in its ``state_dict``, an autograd function, and a plain function for a submodule."""
+    """Module with extra state in its ``state_dict``, an autograd function, and a function in place of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Images(nn.Module):
 
 
 class Attention(nn.Module):
-    """One block of a transformer, whose head is tied to the embedding."""
+    """Transformer block whose head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Recurrent(nn.Module):
 
 
 class SparseWords(nn.Module):
-    """Its embeddings have sparse gradients."""
+    """Model whose embeddings have sparse gradients."""
 
     def __init__(self, head: bool) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class SparseWords(nn.Module):
 
 
 class Swapped(Vectors):
-    """Has a layer replaced once its optimizer is made: that still holds the old bias, and not the new one."""
+    """Model with a layer that is replaced after the optimizer is made. The optimizer holds the old bias only."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH))
@@ -302,7 +302,7 @@ class Swapped(Vectors):
 
 
 class WithLoss(nn.Module):
-    """Takes a mapping, and returns what is to be minimized with its output."""
+    """Model that takes a mapping, and returns its loss with its output."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -326,16 +326,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (lambda: SparseWords(head=False), "words"),
     "sparse and dense": (lambda: SparseWords(head=True), "words"),
 }
-"""Maker of each model, and the kind of data that it takes."""
+"""Maker of each model, and the required kind of data."""
 
 NO_SINGLE_SAMPLE = ("batch norm", "average of all batches", "twice", "lazy", "scripted")
 """Models that cannot train on a batch of one sample."""
 SPLITTABLE = ("linear", "layer norm", "complex", "odd", "extra state", "sparse", "sparse and dense")
-"""Models whose step may be computed in parts: without BatchNorm and without random numbers."""
+"""Models whose step may be split into parts, because they have no BatchNorm and no random numbers."""
 SPARSE = ("sparse", "sparse and dense")
 
 
-# ---- what is done to a model -----------------------------------------------------------------------------------
+# ---- changes of a model ----------------------------------------------------------------------------------------
 
 
 def _last_linear(model: nn.Module) -> nn.Module:
@@ -386,7 +386,7 @@ QUIRKS: dict[str, Callable[[nn.Module], object]] = {
     "part in eval mode": _set_part_to_eval,
     "eval mode": nn.Module.eval,
 }
-"""Applied in this order."""
+"""Changes of a model, applied in this order."""
 
 NORMS = ("weight norm", "old weight norm", "spectral norm", "orthogonal")
 DTYPES = ("bf16", "float64")

@@ -1,4 +1,4 @@
-"""Every optimizer that one backward pass suffices for, and every scheduler."""
+"""Optimizers that need only one backward pass, and all schedulers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import flatout.optim
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Wraps SGD; keeps slow weights in an attribute, outside of ``state``."""
+    """Wrapper of SGD that keeps slow weights in an attribute outside ``state``."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.inner = torch.optim.SGD(params, lr, momentum=0.9)
@@ -35,7 +35,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Signs(torch.optim.SGD):
-    """A subclass with a step of its own, and state that is neither a tensor nor a number."""
+    """Subclass with its own step, and with state that is neither a tensor nor a number."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -76,7 +76,7 @@ def _fused_earlier(params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def _foreign_subset(params: list[Tensor]) -> torch.optim.Optimizer:
-    """Also holds a parameter that no model has."""
+    """Make an optimizer that also holds a parameter outside the model."""
     return torch.optim.SGD([*params, nn.Parameter(torch.ones(3))], 0.05)
 
 
@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 
 FOR_SPARSE = {"sparse": ("SGD", "SGD maximize", "Adagrad", "SparseAdam"), "sparse and dense": ("SGD", "Adagrad")}
-"""Optimizers that take a model's sparse gradients."""
+"""Optimizers that accept sparse gradients."""
 NO_COMPLEX = ("SGD fused", "Adam fused", "Muon", "Adafactor", "flatout Lion", "subclass", "LBFGS")
 SIGNS = ("Rprop", "subclass", "flatout Lion")
 """Optimizers whose updates follow the signs of gradients, which rounding may flip."""

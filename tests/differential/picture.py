@@ -1,4 +1,4 @@
-"""Every object below some roots, bit for bit: written without a look at how flatout keeps training state."""
+"""Bit-exact record of every object below some roots, independent of flatout's own handling of training state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torch import Tensor
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, range)
 OPAQUE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, pathlib.PurePath)
 THEIRS = "their_"
-"""Prefix of attributes that user code changes, and flatout promises nothing about."""
+"""Prefix of attributes that user code changes. flatout promises nothing about such attributes."""
 
 VALUES = frozenset({"bits", "value"})
-"""Aspects that stay while techniques are on; all others may be changed, and come back."""
+"""Aspects that techniques never change. All other aspects may change, and ``undo`` restores them."""
 STRUCTURE = frozenset({"bits", "value", "keys", "type", "layout", "same as"})
-"""Aspects that two trainings of one job share."""
+"""Aspects that are equal in two trainings of one job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """A tensor's content. ``values`` is kept for comparisons with a tolerance."""
+    """Content of a tensor. ``values`` is for comparisons with a tolerance."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,12 +44,12 @@ class Bits:
 
 
 class Picture:
-    """``seen[path, aspect]`` is what there was, for every object that can be reached from ``roots``."""
+    """Record ``seen[path, aspect]`` of every object that can be reached from ``roots``."""
 
     def __init__(self, **roots: Any) -> None:
         self.seen: dict[tuple[str, str], Any] = {}
         self._paths: dict[int, str] = {}
-        self._alive: list[Any] = []  # so that no two objects have one id
+        self._alive: list[Any] = []  # alive objects have distinct ids
         self._queue: deque[tuple[str, Any]] = deque(roots.items())
         while self._queue:
             path, node = self._queue.popleft()
@@ -71,7 +71,7 @@ class Picture:
         self._queue.extend((f"{path}{step}", child) for step, child in self._inside(path, node))
 
     def _inside(self, path: str, node: Any) -> Iterable[tuple[str, Any]]:
-        """Note what ``node`` is; return its children."""
+        """Record the value of ``node``, and return its children."""
         if isinstance(node, Tensor):
             return self._tensor(path, node)
         if isinstance(node, np.ndarray):
@@ -85,7 +85,7 @@ class Picture:
             self.seen[path, "refers to"] = id(node())
             return []
         if isinstance(node, Mapping):
-            # The ids of hooks count up over the whole process.
+            # The ids of hooks increase over the whole process.
             named = "_hooks" not in path.rpartition(".")[2]
             keys = [key if named and isinstance(key, PLAIN) else f"#{i}" for i, key in enumerate(node)]
             self.seen[path, "keys"] = tuple(map(str, keys))

@@ -37,9 +37,9 @@ THEIR_THREADS = ("ThreadPoolExecutor", "tqdm")
 
 @contextlib.contextmanager
 def as_user_sets_it(flags: tuple[str, ...]) -> Iterator[None]:
-    """The process with some of ``FLAGS`` set."""
+    """Set some of ``FLAGS`` inside the block."""
     state, collects = Snapshot.capture([]), gc.isenabled()
-    torch.set_num_threads(1)  # two would wait for each other wherever a machine is busy
+    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine
     for name in flags:
         FLAGS[name]()
     try:
@@ -51,12 +51,12 @@ def as_user_sets_it(flags: tuple[str, ...]) -> Iterator[None]:
 
 
 def generators() -> dict[str, bytes | str]:
-    """States of the global generators."""
+    """Return the states of the global generators."""
     return {"torch": bits(torch.get_rng_state()), "numpy": str(np.random.get_state()), "python": str(random.getstate())}
 
 
 def flags() -> dict[str, Any]:
-    """Backend flags, which techniques may set as long as they are on."""
+    """Return backend flags, which enabled techniques may change."""
     return {
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "products": (

@@ -1,4 +1,4 @@
-"""Random jobs train through ``optimize`` as they do without, and ``optimize`` leaves no trace of its trials."""
+"""Random jobs train equally with and without ``optimize``, and trials have no side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
 
 @pytest.fixture(autouse=True, scope="module")
 def shortest_trials() -> Iterator[None]:
-    """Shorten trials: their traces depend neither on their length nor on their precision."""
+    """Shorten trials, whose side effects depend neither on their length nor on their precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.tuning.bench.TRIAL_SECONDS", 0.02)
         patch.setattr("flatout.tuning.bench.STRETCH_SECONDS", 0.005)
@@ -43,7 +43,7 @@ def test_job(seed: int) -> None:
 
 
 def test_the_chosen_jobs_have_every_kind_of_part() -> None:
-    """Also what a seed draws is the same on every machine, and in every version of Python."""
+    """The chosen jobs are also the same on every machine, and in every version of Python."""
     chosen = [draw(seed) for seed in covering(range(2000), CHOSEN, COMPILING)]
     for name, kinds in {
         "model": MODELS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatout.distributed import local_exchange
+from flatout.distributed import exchange
 from flatout.distributed.agreement import GroupAgreement, RankFailure, RankOutOfMemory
 from flatout.distributed.process_group import control_group
 
@@ -27,13 +27,13 @@ def values_are_those_of_all() -> None:
 
 
 def ranks_of_several_machines_agree() -> None:
-    """Let the last rank not reach the socket of rank 0, as on another machine."""
-    assert ranks()._local is not None
+    """Simulate ranks on several machines: the last rank cannot reach the socket of rank 0."""
+    assert isinstance(ranks()._rows, exchange.LocalExchange)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(local_exchange, "_reaches", lambda *_: False)
+            patch.setattr(exchange, "_reaches", lambda *_: False)
         agreed = ranks()
-    assert agreed._local is None
+    assert isinstance(agreed._rows, exchange.GlooExchange)
     assert_values_are_those_of_all(agreed)
 
 
@@ -82,7 +82,7 @@ def the_same_error_of_all_ranks_stays() -> None:
     agreed = ranks()
     with pytest.raises(KeyError), agreed.attempt():
         raise KeyError(agreed.rank)
-    with pytest.raises(RankFailure), agreed.attempt():  # of two types
+    with pytest.raises(RankFailure), agreed.attempt():  # the errors have two types
         raise (KeyError if agreed.rank else ValueError)("x")
 
 
@@ -149,7 +149,7 @@ def out_of_memory_is_told_apart() -> None:
 
 
 def any_program_ends_alike(seed: int) -> None:
-    """Run a random program of nested attempts with failures on random ranks; all ranks must take the same path."""
+    """Run a random program of nested attempts with failures on random ranks. All ranks must take the same path."""
     agreed = ranks()
     path: list[int] = []
     program, own = random.Random(seed), random.Random(seed * 1000 + agreed.rank)

@@ -1,4 +1,4 @@
-"""Checks of decisions about communication, whose time is simulated."""
+"""Checks of decisions about communication, in simulated time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def hidden_communication_costs_no_trial() -> None:
 
 
 def exposed_communication_is_reported_and_saved(name: str, changed: str) -> None:
-    """Every option but one saves nothing."""
+    """One option saves time, and all others save nothing."""
     default = ReducerOptions()
 
     def seconds(options: ReducerOptions) -> float:
@@ -122,7 +122,7 @@ def exposed_communication_is_reported_and_saved(name: str, changed: str) -> None
 
 
 def timed_steps_have_their_full_speed() -> None:
-    """Trials and race time no step in which a new DDP learns the order of the gradients."""
+    """No timed step includes the first step of a new DDP, which learns the order of the gradients."""
     plain_block, plain_stretch, plain_run, found = timed_block, LoaderTimer.stretch, GradientSync.run, []
     syncs: list[GradientSync] = []
 

@@ -1,4 +1,4 @@
-"""Checks of data-parallel training that run on all ranks of a pool, against the same training in one process."""
+"""Checks of data-parallel training that run on all ranks of a pool, compared with training in one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pickle
 import random
 import signal
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.distributed import gradient_sync
-from flatout.distributed.agreement import RankFailure, RanksApart
+from flatout.distributed import exchange, gradient_sync
+from flatout.distributed.agreement import GroupAgreement, OutOfStep, RankFailure, RanksApart
 from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.step_clock import StepClock
 from flatout.report.serialize import from_json
 from flatout.techniques import REGISTRY, Measured
 from tests.clock import Clock
@@ -35,7 +38,7 @@ SAMPLES, BATCH, CLASSES, WIDTH = 96, 12, 3, 10
 
 
 def works(place: str, call: int, samples: int) -> None:
-    """Let every call of a ``Net`` work."""
+    """Let every call of a ``Net`` succeed."""
 
 
 class Net(nn.Module):
@@ -243,7 +246,7 @@ def buffers_stay_equal(accumulate: int) -> None:
 
 
 def gradients_without_an_update_add_up() -> None:
-    """The optimizer lacks a layer. Its gradients are the sum of all steps, also after one that ran out of memory."""
+    """The optimizer lacks a layer. The gradients of this layer are the sum of all steps, also after out of memory."""
     reference, model = net(), net()
 
     def fails(where: str, call: int, samples: int) -> None:
@@ -321,7 +324,7 @@ def out_of_memory_at_a_random_place_is_recovered(seed: int) -> None:
 
 
 def out_of_memory_before_the_average_is_recovered(rank: int, at: int) -> None:
-    """Fail in the copy of accumulated gradients, which their all-reduce needs."""
+    """Fail while accumulated gradients are copied for their all-reduce."""
     reference, model = net(), net()
     expected = whole_training(reference, "adamw", epochs=2, accumulate=3)
     run = optimized(model, optimizer_of(model, "adamw"), accumulate=3)
@@ -343,13 +346,13 @@ def out_of_memory_before_the_average_is_recovered(rank: int, at: int) -> None:
     run.undo()
 
 
-def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
+def an_error_of_one_rank_ends_the_step_on_all(place: str, at: int) -> None:
     model = net()
     run = optimized(model, optimizer_of(model, "adamw"))
     model.calls = 0
 
     def fails(where: str, call: int, samples: int) -> None:
-        if where == place and call == 3 and dist.get_rank() == 1:
+        if where == place and call == at and dist.get_rank() == 1:
             raise ValueError("no such class")
 
     model.fails = fails
@@ -359,6 +362,106 @@ def an_error_of_one_rank_ends_the_step_on_all(place: str) -> None:
     model.fails = works
     trained(run, 1)  # all ranks are at the same place
     assert_equal_on_all_ranks(model.parameters())
+    run.undo()
+
+
+def messages_of_steps() -> tuple[flatout.Run, Net, list[list[str]]]:
+    """Train for some steps.
+
+    Returns:
+        The run, its model, and the order of "averaged" and "sent" in each step: when gradients and messages are ready.
+    """
+    model = net()
+    run = optimized(model, optimizer_of(model, "adamw"))
+    end, send, events = StepClock.end, GroupAgreement._send, []
+
+    def ending(self: StepClock) -> None:
+        events[-1].append("averaged")
+        end(self)
+
+    def sending(self: GroupAgreement, *args: Any) -> None:
+        events[-1].append("sent")
+        send(self, *args)
+
+    with mock.patch.object(StepClock, "end", ending), mock.patch.object(GroupAgreement, "_send", sending):
+        for _ in range(5):
+            events.append([])
+            run.step(slices()[0])
+    return run, model, events
+
+
+def messages_of_settled_steps_are_early(are_near: bool) -> None:
+    with nullcontext() if are_near else mock.patch.object(exchange, "_reaches", return_value=False):
+        run, _, events = messages_of_steps()
+    assert isinstance(run._job.spec.ranks._rows, exchange.LocalExchange if are_near else exchange.GlooExchange)
+    assert events[0] == ["averaged", "sent"]  # no earlier step has counted the all-reduces
+    assert events[-1] == ["sent", "averaged"]
+    run.undo()
+
+
+def an_error_after_the_message_is_out_of_step() -> None:
+    run, model, _ = messages_of_steps()
+
+    def fail() -> None:
+        raise ValueError("no such class")
+
+    is_failing = dist.get_rank() == 1
+    if is_failing:
+        model.out.weight.register_hook(lambda grad: Variable._execution_engine.queue_callback(fail))
+    with pytest.raises(OutOfStep) if is_failing else nullcontext() as caught:
+        run.step(slices()[0])
+    if caught is not None:
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(OutOfStep):
+            run._job.spec.ranks.check()  # would read the messages of the step
+    run.undo()
+
+
+class Saved:
+    """Object that the graph of a step keeps alive."""
+
+
+class Keeps(torch.autograd.Function):
+    """Identity whose backward may run out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Saved, fails: Callable[[], None]) -> Tensor:
+        ctx.saved, ctx.fails = saved, fails
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.fails()
+        return grad, None, None
+
+
+def the_graph_is_freed_before_zeros_take_memory() -> None:
+    model = net()
+    run = optimized(model, optimizer_of(model, "adamw"))
+    graph: list[weakref.ref[Saved]] = []
+    is_alive = []
+
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            handle.remove()
+            raise torch.OutOfMemoryError("planned")
+
+    def keeps(module: nn.Module, args: Any, x: Tensor) -> Tensor:
+        saved = Saved()
+        graph.append(weakref.ref(saved))
+        return Keeps.apply(x, saved, fails)
+
+    complete = GradientSync._complete
+
+    def completing(self: GradientSync) -> None:
+        is_alive.append(graph[0]() is not None)
+        complete(self)
+
+    handle = model.layers[1].register_forward_hook(keeps)
+    with mock.patch.object(GradientSync, "_complete", completing), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step was split
+        run.step(slices()[0])
+    assert is_alive == ([False] if dist.get_rank() == 1 else is_alive)
     run.undo()
 
 
@@ -378,7 +481,7 @@ def channels_last_is_kept(**techniques: Any) -> None:
     strides = [p.stride() for p in model.parameters()]
     assert strides != [p.stride() for p in reference.parameters()]
     assert run._job.stepper.sync is not None
-    assert run._job.stepper.sync._strides == strides  # else DDP copies every gradient
+    assert run._job.stepper.sync._strides == strides  # otherwise DDP copies every gradient
     losses = trained(run, 2)
     assert_same_training(model, reference, losses, expected)
     run.undo()
@@ -432,7 +535,7 @@ def a_training_resumes_bit_for_bit(
 
 
 def a_state_of_another_training_is_refused_by_all(folder: str) -> None:
-    """Only rank 1 gets a wrong state; no rank may load it."""
+    """Only rank 1 gets a wrong state. No rank may load its state."""
     run = dropping(1)
     trained(run, 1)
     state = run.state_dict()
@@ -526,7 +629,7 @@ def a_loader_is_sliced(samples: int, shuffle: bool, loss: str) -> None:
 
 
 def every_rank_knows_the_times_of_all(accumulate: int) -> None:
-    """Rank r loads a batch in r + 1 s, computes its gradients in 10 (r + 1) s, and waits for 100 (r + 1) s."""
+    """Loading takes r + 1 s on rank r, gradients take 10 (r + 1) s, and waits take 100 (r + 1) s."""
     rank, size = dist.get_rank(), dist.get_world_size()
     clock = Clock(tick=0.0)
 
@@ -570,7 +673,7 @@ def every_rank_knows_the_times_of_all(accumulate: int) -> None:
         for batch in run.loader:
             run.step(batch)
     batches = SAMPLES // BATCH
-    waits = 100 if accumulate == 1 else 100 * (batches / accumulate - 1) / batches  # the last update's comes later
+    waits = 100 if accumulate == 1 else 100 * (batches / accumulate - 1) / batches  # the last wait ends after the epoch
     paces = run.rank_times
     assert [pace.rank for pace in paces] == list(range(size))
     for pace in paces:

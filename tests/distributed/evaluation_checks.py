@@ -1,7 +1,9 @@
-"""Checks of evaluation on all ranks of a pool, against the same evaluation in one process."""
+"""Checks of evaluation on all ranks of a pool, compared with evaluation in one process."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import signal
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ SECONDS = 60
 
 
 class Seen(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that note which of them were loaded."""
+    """Dataset that records which samples were loaded."""
 
     def __init__(self, samples: int) -> None:
         self.x, self.y = (tensor[:samples] for tensor in data())
@@ -74,7 +76,7 @@ def ended(run: flatout.Run) -> None:
 
 
 def in_one_process(model: nn.Module, loader: Any, loss_fn: Any = cross_entropy) -> dict[str, float]:
-    """Return the means over a loader, weighted by samples, of the model as rank 0 has it."""
+    """Return means over a loader, weighted by samples, for the model of rank 0."""
     totals, samples = {"loss": 0.0, "accuracy": 0.0}, 0
     model.eval()
     with torch.no_grad():
@@ -113,7 +115,7 @@ def each_rank_computes_its_slice(samples: int, loss: str, shuffle: bool, workers
     if workers == 0:
         loaded = [i for each in GroupAgreement(control_group()).every(dataset.loaded) for i in each]
         assert sorted(set(loaded)) == list(range(samples))
-        assert len(loaded) < 2 * (samples + dist.get_world_size())  # with stand-ins
+        assert len(loaded) < 2 * (samples + dist.get_world_size())  # stand-ins are loaded too
     assert [module.training for module in run.model.modules()] == modes
     torch.manual_seed(0)  # the order of rank 0
     for values in found:
@@ -133,7 +135,7 @@ def other_loaders_are_evaluated_whole(kind: str) -> None:
 
 
 def shards_are_evaluated_together() -> None:
-    """Each rank has other samples, and another number of batches."""
+    """Ranks have different samples, and different numbers of batches."""
     run, samples = run_of(), 40
     sampler: Any = DistributedSampler(Seen(samples), shuffle=False)
     loader = DataLoader(Seen(samples), BATCH, sampler=sampler)
@@ -163,7 +165,10 @@ def the_training_loader_is_evaluated() -> None:
 def fit_evaluates() -> None:
     run = run_of()
     loader = DataLoader(Seen(37), BATCH)
-    history = run.fit(2, eval_loader=loader, metrics=METRICS, progress=False)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setenv("FLATOUT_PROGRESS", "1")
+        history = run.fit(2, eval_loader=loader, metrics=METRICS)
+    assert errors.getvalue().count("epoch") == (2 if dist.get_rank() == 0 else 0)
     expected = in_one_process(run.model, loader)
     assert_same_on_all({name: history[-1][f"eval_{name}"] for name in expected}, expected)
     ended(run)

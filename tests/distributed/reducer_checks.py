@@ -1,4 +1,4 @@
-"""Checks of the reducer's options, against plain DDP and against the same training in one process."""
+"""Checks of the reducer's options, compared with plain DDP and with training in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.distributed.data_parallel_checks import (
 from tests.jobs import job_of
 
 SMALL = 200
-"""Bytes of a bucket, less than a weight of ``Net`` has: 440 bytes."""
+"""Bytes of a bucket. A weight of ``Net`` has 440 bytes, so it does not fit."""
 
 CHANGES: dict[str, Any] = {
     "bucket_bytes": SMALL,
@@ -57,7 +57,7 @@ CASES = [
     for count in (0, 1, 2, len(CHANGES))
     for names in itertools.combinations(CHANGES, count)
 ]
-"""The default, each option, each pair, and all."""
+"""Options to check: the default, each option, each pair, and all options."""
 
 
 def ranks() -> GroupAgreement:
@@ -74,7 +74,7 @@ def plain_ddp(model: nn.Module, options: ReducerOptions, *, unused: bool) -> Dis
         static_graph=options.static_graph,
     )
     if options.is_compressed:
-        ddp.register_comm_hook(None, bf16_compress_hook)
+        ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))  # see GradientSync
     return ddp
 
 
@@ -184,7 +184,7 @@ class Summing(nn.Module):
 
 
 def collectives_of_the_model_do_not_count(options: ReducerOptions) -> None:
-    """A rank fails after the all-reduces of the model. It still completes all those of the gradients."""
+    """A rank fails after the all-reduces of the model. The rank still completes all all-reduces of the gradients."""
     model, together = Summing(net()), ranks()
     sync = GradientSync([model], together, StepClock(torch.device("cpu")))
     sync.options = options
@@ -212,7 +212,7 @@ def living(kind: type) -> int:
 
 
 def an_exchange_frees_the_old_ddp(options: ReducerOptions) -> None:
-    """Exchange the options between steps. One DDP lives at any time, without a garbage collection, and none at last."""
+    """Exchange the options between steps. At most one DDP lives at any time, and none at the end."""
     gc.collect()
     before = living(DistributedDataParallel)
     model, reference = net(), net()
@@ -310,7 +310,7 @@ def training(model: Net, optimizer: torch.optim.Optimizer, options: ReducerOptio
 
 
 def a_failure_is_recovered(options: ReducerOptions, place: str, rank: int, at: int, unused: str) -> None:
-    """Memory ends on one rank in the forward or the backward. The step is repeated in parts."""
+    """Run out of memory on one rank, in the forward or the backward. The step is repeated in parts."""
     exact = replace(options, is_compressed=False)
     reference, model = net(unused=unused), net(unused=unused)
     losses = whole_training(reference, "sgd", epochs=1)
@@ -338,7 +338,7 @@ def a_failure_is_recovered(options: ReducerOptions, place: str, rank: int, at: i
 
 
 def an_error_ends_the_step_on_all(options: ReducerOptions, place: str, at: int, unused: str) -> None:
-    """A step that failed on one rank leaves all ranks at the same place: the next steps are those of one process."""
+    """After a step that failed on one rank, all ranks are in step. The next steps equal those of one process."""
     reference, model = net(unused=unused), net(unused=unused)
     losses = whole_training(reference, "sgd", epochs=1)
     job, replicas = training(model, optimizer_of(model, "sgd"), options)
@@ -365,7 +365,7 @@ def an_error_ends_the_step_on_all(options: ReducerOptions, place: str, at: int, 
 
 
 def a_graph_that_changes_is_static_no_more(options: ReducerOptions, unused: str) -> None:
-    """A parameter gets a gradient in the first steps only, or in later ones only."""
+    """A parameter gets a gradient in the first steps only, or in later steps only."""
     reference, model = net(unused=unused), net(unused=unused)
     losses = whole_training(reference, "sgd", epochs=1)
     job, replicas = training(model, optimizer_of(model, "sgd"), options)

@@ -19,7 +19,7 @@ SAMPLES = 23
 
 
 class Lazy(Sampler):
-    """Draws each index when it is asked for."""
+    """Sampler that draws each index on request."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -55,7 +55,7 @@ def ranks_train_on_the_batches_of_one_process(kind: str, wrapper: str) -> None:
     seed_all(0)
     own = wrapped(wrapper, order(kind))
     whole = [[batch.tolist() for (batch,) in own] for _ in range(3)]
-    seed_all(ranks.rank)  # rank 0 draws as above, and the others are seeded otherwise
+    seed_all(ranks.rank)  # rank 0 draws as above, and other ranks have other seeds
     loader = wrapped(wrapper, sliced(order(kind), ranks))
     seen: list[list[list[int]]] = []
     for _ in range(3):

@@ -94,9 +94,23 @@ def test_out_of_memory_before_the_average_is_recovered(pair, rank):
         pair(checks.out_of_memory_before_the_average_is_recovered, rank, at)
 
 
+@pytest.mark.parametrize("at", [3, 6])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_error_of_one_rank_ends_the_step_on_all(pool, place):
-    pool(checks.an_error_of_one_rank_ends_the_step_on_all, place)
+def test_an_error_of_one_rank_ends_the_step_on_all(pool, place, at):
+    pool(checks.an_error_of_one_rank_ends_the_step_on_all, place, at)
+
+
+@pytest.mark.parametrize("are_near", [True, False])
+def test_messages_of_settled_steps_are_early(pool, are_near):
+    pool(checks.messages_of_settled_steps_are_early, are_near)
+
+
+def test_the_graph_is_freed_before_zeros_take_memory(pool):
+    pool(checks.the_graph_is_freed_before_zeros_take_memory)
+
+
+def test_an_error_after_the_message_is_out_of_step(pool):
+    pool(checks.an_error_after_the_message_is_out_of_step)
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (3, 4), (3, 8)])

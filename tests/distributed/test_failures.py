@@ -1,4 +1,4 @@
-"""Ends of a training in which one rank fails or is killed."""
+"""Termination of a training in which one rank fails or is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.launch import IMPORTS, JOIN, plainly, torchrun
 pytestmark = pytest.mark.slow
 
 SECONDS = 20.0
-"""Limit from the failure to the end of the last process: 2 to 4 s on idle cores, but tests share theirs.
+"""Seconds from the failure to the end of the last process: 2 to 4 s on idle cores, but tests share cores.
 
 Torchrun kills ranks that ignore SIGTERM after 30 s.
 """
@@ -42,7 +42,7 @@ if dist.get_rank() == 1:
     fail()
 ranks.check()
 """,
-    # Stands for NCCL, which does not notice that a peer has ended. During a collective, Python handles no signal.
+    # Replacement of NCCL, which does not notice the exit of a peer. During a collective, Python handles no signal.
     "others blocked": """
 import ctypes, signal
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -137,7 +137,7 @@ while True:
 
 
 def test_a_rank_without_memory_for_zeros_ends_all() -> None:
-    """Fail in a forward whose all-reduces the rank cannot complete: the other rank waits for them."""
+    """Fail in a forward whose all-reduces the rank cannot complete. The other rank waits for these all-reduces."""
     fails = """
 import flatout
 class Fails(torch.nn.Linear):

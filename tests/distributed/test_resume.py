@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 SCRIPT = (Path(__file__).parent / "scripts" / "resumable.py").read_text()
 EPOCHS = 4
 LIMIT = 240.0
-"""Seconds after which a launch fails: each of its attempts starts four processes, on a busy machine in 15 seconds."""
+"""Seconds after which a launch fails. Each attempt starts four processes, which takes 15 seconds on a busy machine."""
 KILLS = 3
-"""Kills of a launch: each of its attempts but the last one."""
+"""Number of kills in a launch. Every attempt except the last one is killed."""
 
 
 def trained(folder: Path, ranks: int, *arguments: object, **variables: str) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def trained(folder: Path, ranks: int, *arguments: object, **variables: str) -> l
 
 
 def seen(folder: Path) -> Counter[int]:
-    """Return how often each sample was used, and forget it."""
+    """Return how often each sample was used, and reset the record."""
     files = list(folder.glob("seen-*"))
     samples = Counter(int(line) for file in files for line in file.read_text().split())
     for file in files:
@@ -51,7 +51,7 @@ def unbroken(request, tmp_path_factory):
 
 def test_killed_ranks_come_back_and_end_bit_equal(unbroken, tmp_path, request):
     ranks, expected = unbroken
-    launches = request.config.getoption("--jobs") or {2: 3, 4: 1}[ranks]  # with three kills each
+    launches = request.config.getoption("--jobs") or {2: 3, 4: 1}[ranks]  # each has three kills
     attempts = 0
     for seed in range(launches):
         found = trained(tmp_path / str(seed), ranks, EPOCHS, seed, KILLS)
@@ -64,7 +64,10 @@ def test_killed_ranks_come_back_and_end_bit_equal(unbroken, tmp_path, request):
 
 
 def test_a_training_resumes_on_other_numbers_of_ranks(tmp_path):
-    """Train on 2, 4 and then 1 ranks, stopped in mid-epoch: each sample once in an epoch, and the losses of one."""
+    """Train on 2, 4 and then 1 ranks, and stop in mid-epoch.
+
+    Each epoch uses each sample once, with the losses of one rank.
+    """
     whole = trained(tmp_path / "whole", 1, EPOCHS, 0, 0, DROPS="0")
     folder = tmp_path / "parts"
     trained(folder, 2, EPOCHS, 0, 0, DROPS="0", LAST_STEP="5")

@@ -18,7 +18,7 @@ def test_a_step_is_computing_until_the_own_gradients_and_waiting_from_there():
             now.advance(3)
             clock.ready()
             now.advance(5)
-            clock.ready()  # of no bucket
+            clock.ready()  # this bucket does not exist
             clock.end()
             now.advance(100)
         assert clock.take() == [2, 0, 6, 10]

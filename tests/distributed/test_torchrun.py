@@ -52,7 +52,7 @@ assert dist.group.WORLD is before
     assert ended.err == ""
 
 
-@pytest.mark.parametrize("attempt", range(6))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_restart_makes_a_new_group(attempt: int) -> None:
     dies = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Unchanged scripts under torchrun: the training of one process, on several ranks."""
+"""Unchanged scripts under torchrun, which train on several ranks as in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def records(script: str, folder: Path, ranks: int, **variables: str) -> list[dic
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Return the record of a script in one process, which is run once."""
+    """Return the record of a script in one process. The script runs only once."""
     found: dict[str, dict[str, Any]] = {}
 
     def record(script: str) -> dict[str, Any]:

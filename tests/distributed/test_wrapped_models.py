@@ -1,4 +1,4 @@
-"""Models that come with their own synchronization of ranks train through ``optimize`` as without it."""
+"""Models with their own synchronization of ranks, trained with and without ``optimize``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of models that come with their own synchronization of ranks."""
+"""Checks of models with their own synchronization of ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loader() -> DataLoader[Any]:
 
 
 def trains_as_without_flatout(kind: str) -> None:
-    """A budget must not let ranks take different numbers of steps, which would wait for each other for ever."""
+    """A budget must not lead to different numbers of steps on the ranks, which would then deadlock."""
     plain = model_of(kind)
     optimizer, expected = torch.optim.AdamW(plain.parameters(), lr=0.01), []
     for x, y in loader():

@@ -13,16 +13,20 @@ MEMORY_ALLOCATION, ILLEGAL_ADDRESS, LAUNCH_OUT_OF_RESOURCES = 2, 700, 701
 
 @dataclass
 class Fault:
-    """Whether a requested error has occurred, once its block has ended."""
+    """State of a requested error.
+
+    Attributes:
+        has_occurred: True if the error has occurred. The end of the block sets this value.
+    """
 
     has_occurred: bool = False
 
 
 @contextmanager
 def failing(function: str, nth: int, error: int, *, times: int = 1, is_sticky: bool = False) -> Iterator[Fault]:
-    """Let the ``nth`` call of a function of the runtime from now on return an error, and ``times`` calls in all.
+    """Make ``times`` calls of a function of the runtime return an error, from the ``nth`` call from now on.
 
-    A sticky error stays until the end of the block: all later calls return it, as after an illegal access.
+    A sticky error stays until the end of the block. All later calls then return this error, as after an illegal access.
     """
     runtime = ctypes.CDLL(None)
     runtime.emulated_cuda_fail(function.encode(), nth, times, error, is_sticky)

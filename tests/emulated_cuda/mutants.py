@@ -28,7 +28,7 @@ COPIED = ["CMakeLists.txt", "cmake", "csrc", "pyproject.toml", "src", "tests"]
 LIMIT = 600
 """Seconds of a check."""
 EVIDENCE = re.compile(r"emulated CUDA: .*|.*WARNING: ThreadSanitizer: .*|.*runtime error: .*|.*FAILED.*|.*rror: .*")
-"""Lines that tell how a check failed."""
+"""Lines that describe the failure of a check."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Check:
     """Command that passes on the sources as they are.
 
     Attributes:
-        name: how the table calls it.
-        targets: what the build must make for it.
+        name: name in the table.
+        targets: targets that the build must make for the check.
         arguments: program and arguments, relative to the build folder; or files of tests and options of pytest.
-        order: of operations; empty for a program.
+        order: order of operations; empty for a program.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Check:
     order: str = ""
 
     def run(self, tree: Path, build: Path) -> tuple[bool, str]:
-        """Return whether the check passes, and the line that tells why not."""
+        """Return True if the check passes, else False, and the line that describes the failure."""
         if self.order:
             command = [sys.executable, "-m", "tests.emulated_cuda.run", *self.arguments]
             command += ["--build", str(build), "--orders", self.order]
@@ -198,7 +198,7 @@ class Copy:
         )
 
     def make(self, check: Check) -> None:
-        """Build what a check needs."""
+        """Build the targets of a check."""
         self._cmake("--build", self.build, "--target", *check.targets)
 
     def _cmake(self, *arguments: str | Path) -> None:
@@ -209,7 +209,7 @@ class Copy:
 
     @contextmanager
     def with_bug(self, mutant: Mutant) -> Iterator[None]:
-        """Plant a bug for a while."""
+        """Plant a bug inside the block."""
         file = self.tree / mutant.file
         original = file.read_text(encoding="utf-8")
         if original.count(mutant.before) != 1:

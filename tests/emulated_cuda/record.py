@@ -1,4 +1,4 @@
-"""What calls do on the emulated devices."""
+"""Record of calls of the CUDA runtime and of operations on the emulated devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 EMULATED = "EMULATED_CUDA_BUILD" in os.environ
-"""True where this process has emulated devices."""
+"""True if this process has emulated devices."""
 
 needs_emulated_devices = pytest.mark.skipif(not EMULATED, reason="needs emulated devices: make test-emulated")
 
@@ -30,7 +30,7 @@ class Record:
 
 
 def recorded(run: Callable[[], object]) -> Record:
-    """Run a function, wait for the devices, and return what they did. The last wait is not recorded."""
+    """Run a function, wait for the devices, and return the record. The record does not contain the last wait."""
     torch.cuda.synchronize()
     runtime = ctypes.CDLL(None)
     runtime.emulated_cuda_record.restype = ctypes.c_size_t

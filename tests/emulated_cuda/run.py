@@ -76,7 +76,8 @@ def run_file(file: Path, variables: dict[str, str], report: Path, arguments: Seq
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.emulated_cuda.unsupported", "-p", "no:cacheprovider"]
     begun = time.perf_counter()
     try:
-        # The emulated runtime may end the process after a message on stderr. pytest's `--capture=fd` would lose it.
+        # The emulated runtime may end the process after a message on stderr. pytest's `--capture=fd` would lose the
+        # message.
         ended = subprocess.run(
             [*command, "--capture=sys", f"--junitxml={report}", str(file), *arguments],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Devices on which flatout makes a context. Each test runs a new process, because a context lives until its end."""
+"""Devices on which flatout makes a context. A context lives until its process ends, so each test has a new process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fallback to torch's operations where the driver is too old for flatout's kernels."""
+"""Fallback to torch's operations if the driver is too old for flatout's kernels."""
 
 from __future__ import annotations
 

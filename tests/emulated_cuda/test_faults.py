@@ -1,4 +1,4 @@
-"""Calls of the CUDA runtime that fail: errors are raised, nothing is half done, and the next try works."""
+"""Failed calls of the CUDA runtime. A failure raises an error and leaves no partial change, and the next try works."""
 
 from __future__ import annotations
 

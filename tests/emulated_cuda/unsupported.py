@@ -1,4 +1,4 @@
-"""Plugin for pytest: skips tests of tests/gpu that have no meaning on emulated devices, and on request slow ones."""
+"""Plugin for pytest that skips tests without meaning on emulated devices, and slow tests unless ``--all`` is given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ SLOW = {
     "test_update_path_options.py::test_thousands_of_tensors_equal_one": ("[5000-Adam]", "[5000-SGD]", "[5000-Lion]"),
     "test_update_path_options.py::test_2000_tensors_take_two_launches_and_no_wait": ("-Adam]", "-SGD]", "-Lion]"),
 }
-"""Tests that take 3 to 10 seconds each, and how their names end: other rules run the same code between the kernels."""
+"""Tests that take 3 to 10 seconds each, with the ends of their names.
+
+Tests of other rules run the same code between the kernels.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what has no meaning, and what is slow. Fail if a name is of no test."""
+    """Skip unsupported and slow tests. Fail if a name matches no test."""
     for name, reason in UNSUPPORTED.items():
         _skip(items, name, ("",), reason)
     for name, ends in SLOW.items():

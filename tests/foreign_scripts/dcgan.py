@@ -1,4 +1,4 @@
-"""DCGAN: two networks and two optimizers, and two backwards of the discriminator in an update."""
+"""DCGAN: two networks and two optimizers. An update has two backwards of the discriminator."""
 
 import torch
 from run_log import Log, arguments

@@ -1,4 +1,4 @@
-"""Diffusion model: noise and times are drawn in the loop, and an average of the weights is kept."""
+"""Diffusion model: the loop draws noise and times, and keeps an average of the weights."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of a new head on a frozen backbone in eval mode, from a checkpoint that is saved and loaded again."""
+"""Fine-tuning of a new head on a frozen backbone in eval mode, from a saved and reloaded checkpoint."""
 
 import tempfile
 from pathlib import Path

@@ -11,7 +11,7 @@ args = arguments(steps=40)
 
 
 class Digits(Dataset):
-    """Bright squares at places that tell the class."""
+    """Images with a bright square, whose place is the class."""
 
     def __init__(self, count, transform=None):
         generator = torch.Generator().manual_seed(count)

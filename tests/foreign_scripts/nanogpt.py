@@ -1,4 +1,4 @@
-"""GPT in a loop of one's own: gradient accumulation, autocast, clipping, and a learning rate that is set by hand."""
+"""GPT in a hand-written loop: gradient accumulation, autocast, clipping, and a learning rate set by hand."""
 
 import contextlib
 import math

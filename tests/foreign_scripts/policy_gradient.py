@@ -13,7 +13,7 @@ hidden, most = (32, 12) if args.is_tiny else (128, 60)
 
 
 class Pole:
-    """A pole on a cart, by Euler's steps. An episode has a fixed number of actions."""
+    """Pole on a cart, integrated by Euler's method. An episode has a fixed number of actions."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)

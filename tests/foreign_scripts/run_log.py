@@ -1,4 +1,4 @@
-"""Arguments and log that the scripts of this folder share, as a folder of examples shares its helpers."""
+"""Command-line arguments and log, shared by the scripts of this folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Log:
         self.lines: list[dict[str, float]] = []
 
     def note(self, **losses: float) -> None:
-        """Note the losses of an update."""
+        """Record the losses of an update."""
         self.lines.append({"step": len(self.lines), "at": time.perf_counter(), **losses})
 
     def dump(self) -> None:

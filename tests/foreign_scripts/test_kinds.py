@@ -1,4 +1,4 @@
-"""Scripts of all kinds by ``python`` and by ``flatout run``: the same exit status, output and losses, and tuned."""
+"""Scripts of all kinds under ``python`` and ``flatout run``: equal exit status, output and losses, but tuned."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of script.
+    """Kind of script.
 
     Attributes:
         tuned: classes of the modules that are tuned. The report has one of them, and others if there is time.
-        count: largest number of tuned modules, where modules of a tuned class are left alone.
-        packages: what the script imports beyond torch and numpy.
+        count: largest number of tuned modules, if modules of a tuned class are not tuned.
+        packages: imports of the script, except torch and numpy.
     """
 
     tuned: tuple[str, ...]
@@ -74,14 +74,14 @@ ENOUGH_STEPS = math.ceil(1.5 * FIRST_UPDATES / SHARE)
 
 
 class Ran(NamedTuple):
-    """What a script left behind.
+    """Result of a script.
 
     Attributes:
-        status: its exit status.
-        losses: by update.
-        shape: its output without numbers.
-        report: what ``flatout run`` wrote, empty without a report.
-        errors: its stderr.
+        status: exit status.
+        losses: losses of each update.
+        shape: output without numbers.
+        report: JSON report of ``flatout run``, empty without a report.
+        errors: stderr.
     """
 
     status: int
@@ -92,7 +92,7 @@ class Ran(NamedTuple):
 
 
 def ran(name: str, command: Sequence[str], folder: Path, *args: str) -> Ran:
-    """Run a script with arguments in a folder of its own."""
+    """Run a script with arguments in a new folder."""
     folder.mkdir()
     done = subprocess.run(
         [*command, str(FOLDER / f"{name}.py"), *args],
@@ -116,7 +116,7 @@ def ran(name: str, command: Sequence[str], folder: Path, *args: str) -> Ran:
 
 
 def tuned_modules(kind: Kind, script: Ran) -> list[str]:
-    """Return the modules of the report, which must be some of the script's, and no other."""
+    """Return the modules of the report, which must all belong to the script."""
     modules = [each["module"] for each in script.report.get("modules", [])]
     assert set(modules) <= set(kind.tuned)
     assert len(modules) <= kind.count

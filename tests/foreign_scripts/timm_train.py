@@ -1,4 +1,4 @@
-"""timm's way of training: a task that holds model and loss, mixup, and an average of the weights."""
+"""Training as in timm: a task that holds model and loss, mixup, and an average of the weights."""
 
 from contextlib import suppress
 

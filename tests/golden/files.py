@@ -1,4 +1,4 @@
-"""Plans and checkpoints that a version writes, and the final weights of trainings that resume from them.
+"""Plans and checkpoints of a version, and the final weights of trainings that resume from these files.
 
 A plan holds a fingerprint of the model, so ``tests.jobs.Net`` must stay as it was when the files were written.
 """

@@ -21,7 +21,7 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Simulated:
-    """A job and the simulated times of its parts.
+    """Job and the simulated times of its parts.
 
     Attributes:
         step_ms: milliseconds of a step of ``BATCH_SIZE`` samples without techniques.

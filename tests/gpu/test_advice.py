@@ -1,4 +1,4 @@
-"""What is said about a step on a real GPU: lines that wait for it, and layers that tensor cores cannot use fully."""
+"""Advice about a step on a real GPU: lines that synchronize, and layers that underuse tensor cores."""
 
 from __future__ import annotations
 

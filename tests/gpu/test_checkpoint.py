@@ -1,4 +1,4 @@
-"""Checkpoints of a training on a GPU: of one step, however far the host is ahead, and gone on from."""
+"""Checkpoints of a training on a GPU: consistent state of one step while the host runs ahead, and resume."""
 
 import pytest
 import torch

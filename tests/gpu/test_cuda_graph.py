@@ -1,4 +1,4 @@
-"""The whole step as a CUDA graph: the eager training, without its launches, and nothing left behind."""
+"""CUDA graphs of whole steps: equal to eager training, with few launches and without side effects."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_twenty_steps_train_like_the_eager_ones(
     ]
     before = whole_step(runs[1]).replays
     expected, losses = map(losses_of, runs)
-    assert whole_step(runs[1]).replays - before == 19  # the first begins the optimizer's state
+    assert whole_step(runs[1]).replays - before == 19  # the first step creates the optimizer's state
     tolerance = 2e-2 if precision else 1e-3
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(runs[1].model.parameters(), runs[0].model.parameters(), strict=True):
@@ -158,7 +158,7 @@ def test_undo_frees_the_graphs_memory() -> None:
         del run, grads
         return during, in_use()
 
-    once()  # what stays for good: the side stream's workspaces
+    once()  # the side stream's workspaces stay allocated
     before = in_use()
     during, after = once()
     assert during[1] > before[1]
@@ -166,7 +166,7 @@ def test_undo_frees_the_graphs_memory() -> None:
 
 
 def tried(model: nn.Module, opt: torch.optim.Optimizer) -> flatout.Run:
-    """After a trial of whole-step graphs alone."""
+    """Return a run after a trial of whole-step graphs alone."""
     techniques = {name: value for name, value in PLAIN.items() if name != "cuda_graph"}
     loader = DataLoader(data(), batch_size=32)
     return flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=60)
@@ -232,7 +232,7 @@ def test_a_step_that_cannot_be_replayed_is_rejected_before_it_is_captured(kind: 
 
 
 def test_the_device_goes_on_after_a_capture_that_broke() -> None:
-    """Run in a new process, because a broken capture would leave torch without random numbers."""
+    """The test runs in a new process, because a broken capture would leave torch without random numbers."""
     script = """
 import warnings, torch
 from torch import nn

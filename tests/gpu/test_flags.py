@@ -1,4 +1,4 @@
-"""What torch's process-wide flags do on a GPU: searched algorithms, rounded products, another attention kernel."""
+"""torch's process-wide flags on a GPU: benchmarked algorithms, TF32 products, and attention kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = {"compile": False, "precision": False, "fused_optimizer": False, "chann
 
 @pytest.fixture(autouse=True)
 def flags_come_back() -> Iterator[None]:
-    """Products begin as torch has them: what another test has asked for would stand."""
+    """Set torch's defaults for products, and restore cuDNN's flags after the test."""
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.fp32_precision = "none"
@@ -53,7 +53,7 @@ def rows_of(run: flatout.Run) -> dict[str, Row]:
 
 
 def test_a_shape_that_ran_before_is_searched_for_once() -> None:
-    """pytorch #45372: the flag alone would find the shape settled."""
+    """torch keeps the algorithm of a known shape, so the flag alone would not start a search (pytorch #45372)."""
     model, x = convolutional(), torch.randn(16, 3, 32, 32, device="cuda")
 
     def step() -> None:
@@ -111,7 +111,7 @@ def test_the_kernel_that_is_asked_first_attends_alike(kernel: str) -> None:
 def test_what_the_kernel_cannot_serve_goes_elsewhere() -> None:
     switch = AttentionCandidate("flash", "cuda")
     switch.enable()
-    q = torch.randn(2, 4, 32, 64, device="cuda")  # flash attention is for 16 bits
+    q = torch.randn(2, 4, 32, 64, device="cuda")  # flash attention supports 16 bits only
     attended = functional.scaled_dot_product_attention(q, q, q)
     switch.disable()
     torch.testing.assert_close(attended, functional.scaled_dot_product_attention(q, q, q), rtol=1e-2, atol=1e-2)
@@ -144,7 +144,7 @@ def test_varying_shapes_end_the_search_and_are_advised_about() -> None:
     force = OTHERS | {"cudnn_benchmark": True}
     run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=force, budget=20)
     assert torch.backends.cudnn.benchmark
-    assert rows_of(run)["allocator"].status in ("advice", "not applicable")  # the latter where the setting is there
+    assert rows_of(run)["allocator"].status in ("advice", "not applicable")  # the second if it is set
     with pytest.warns(RuntimeWarning, match="torch.backends.cudnn.benchmark is off"):
         losses = [run.step(batch) for batch in run.loader]
     assert len(losses) == 12

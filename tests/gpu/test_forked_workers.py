@@ -1,4 +1,4 @@
-"""Forked processes after the start of CUDA. The collection of the parent's garbage does not crash a child."""
+"""Forked processes after the start of CUDA: collection of the parent's garbage does not crash a child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile's modes and TorchScript on a GPU: the same training, and nothing kept that the next step overwrites."""
+"""Modes of torch.compile and TorchScript on a GPU: equal training, and no kept tensor that the next step overwrites."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_torchscript_trains_like_the_plain_model(kind: str, precision: str) -> N
 
 
 def test_other_draws_of_dropout_are_not_held_against_a_candidate() -> None:
-    """The draws come from the GPU's generator: the comparison has to seed that one too."""
+    """Dropout draws from the GPU's generator, so the comparison must seed this generator too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 10)).cuda()
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Logging on a real GPU never waits for it, and gives the values that tensors had when they were logged."""
+"""Logging on a real GPU: no synchronization, and the values at the time of the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 500_000_000
 
 @pytest.fixture
 def logs():
-    """With pinned memory there already: making it may wait, once."""
+    """Return logs whose pinned memory exists, because the first allocation may synchronize."""
     logs = Logs()
     logs.log("warm-up", torch.zeros((), device=DEVICE), -1)
     logs.flush()
@@ -64,8 +64,8 @@ def test_it_does_not_wait_and_values_come_later_in_order(logs, no_syncs):
         x += 1
         logs.log("x", x, step)
         logs.log("host", step, step)
-    assert logs.latest("x") is None  # the GPU is still asleep
-    assert logs.latest("host") is None  # and nothing overtakes
+    assert logs.latest("x") is None  # the GPU is still busy
+    assert logs.latest("host") is None  # values keep their order
     x.fill_(-1.0)
     logs.flush()
     assert [(step, value) for step, name, value in logs if name == "x"] == [(i, i + 1.0) for i in range(10)]

@@ -1,4 +1,4 @@
-"""A GPU that has less memory than a step asks for: steps are taken apart, and batches are made no larger than fits."""
+"""GPU with less memory than a step needs: steps are split into parts, and batch sizes are limited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import flatout
 from tests.emulated_cuda.record import EMULATED
 
 SHRINK = 16 if EMULATED else 1
-"""Divides sizes where no GPU multiplies."""
+"""Divisor of sizes for emulated devices."""
 
 WIDTH = 4096 // SHRINK
 PLAIN = {name: False for name in ("compile", "precision", "tf32", "sdpa_backend", "cuda_graph", "workers", "in_memory")}
@@ -25,7 +25,7 @@ PLAIN = {name: False for name in ("compile", "precision", "tf32", "sdpa_backend"
 
 @contextmanager
 def memory_for(extra: int) -> Iterator[None]:
-    """Inside, this process may hold so many bytes more than it does."""
+    """Limit this process to ``extra`` more bytes of GPU memory inside the block."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -57,7 +57,7 @@ def trained(extra: int | None, batch: Any, **settings: Any) -> tuple[flatout.Run
     model = net()
     settings = {"techniques": PLAIN, "budget": 0} | settings
     run = flatout.optimize(model, [batch], optimizer_of(model), functional.cross_entropy, **settings)
-    run.step(batch)  # gradients and moments are there
+    run.step(batch)  # creates gradients and moments
     if extra is None:
         loss = run.step(batch)
     else:
@@ -133,7 +133,7 @@ def test_the_fastest_batch_size_is_found_with_one_failure_at_the_most():
         )
         assert ooms() - failed <= 1
         samples = run.loader.batch_size
-        assert samples > 64  # 16 samples leave an H200 idle
+        assert samples > 64  # 16 samples leave an H200 underused
         failed = ooms()
         for _, batch in zip(range(3), run.loader, strict=False):
             run.step(batch)

@@ -1,4 +1,4 @@
-"""Step times from CUDA events: right within the device's own clock, and without a synchronisation."""
+"""Step times from CUDA events: correct on the device's clock, without synchronization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.mfu import MfuCounter
 from flatout.mfu.timers import TorchEventTimer
 from tests.gpu.trace import traced
 
-MILLISECOND_CYCLES = 1_000_000  # of the device's clock: half a millisecond to a millisecond
+MILLISECOND_CYCLES = 1_000_000  # cycles of the device's clock in 0.5 to 1 ms
 
 
 @pytest.fixture(params=["core", "torch"])
@@ -68,7 +68,7 @@ def test_a_wait_behind_a_busy_device_is_no_stall(counter: MfuCounter) -> None:
     for _ in range(4):
         with counter.step(samples=1):
             busy(50)
-        counter.waited(0.001)  # while the device still works
+        counter.waited(0.001)  # while the device is busy
     torch.cuda.synchronize()
     assert counter.stall_fraction is not None
     assert counter.stall_fraction < 0.05
@@ -116,7 +116,7 @@ def train_marked(counter: MfuCounter, steps: int, between: Callable[[], object] 
 
 def test_phases_are_the_devices_own_times() -> None:
     counter = MfuCounter(device="cuda", phases_every=1)
-    busy(1000)  # the host queues all steps meanwhile, so that the device never waits for a slow host
+    busy(1000)  # the host queues all steps during this time, so the device never waits for a slow host
     train_marked(counter, 10)
     torch.cuda.synchronize()
     phases = counter.total.phases
@@ -188,7 +188,7 @@ def test_counting_never_synchronises() -> None:
                     x.add_(0.0)
             assert counter.window is not None
 
-    steps()  # events are made
+    steps()  # creates the events
     assert traced(steps).waits == []
 
 

@@ -1,4 +1,4 @@
-"""Normalizing images on a real GPU: the CPU's bits, on the current stream of any device."""
+"""Normalization of images on a real GPU: the CPU's bits, on the current stream of any device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def on_gpu(x, device="cuda", offset=0):
-    """``x`` on the GPU with its strides, ``offset`` bytes behind the beginning of its allocation."""
+    """Copy ``x`` to the GPU with its strides, ``offset`` bytes after the start of the allocation."""
     storage = torch.empty(x.numel() + offset, dtype=torch.uint8, device=device)
     return storage[offset:].as_strided(x.shape, x.stride()).copy_(x)
 
 
-# All kernels but float16's, which are bfloat16's: whole groups, odd sizes and odd addresses.
+# All kernels except float16's, which equals bfloat16's: whole groups, odd sizes and odd addresses.
 @pytest.mark.parametrize(
     "dtype", [pytest.param(d, marks=[] if d == torch.float16 else pytest.mark.sanitize) for d in DTYPES], ids=str
 )
@@ -83,7 +83,7 @@ def test_many_blocks(side, given_format, channels_last, dtype, offset):
 
 @pytest.mark.parametrize("channels", [240, 241])
 def test_many_channels(channels):
-    """As many as the kernel takes, and one more: torch's own operations, with the same bits."""
+    """The kernel takes up to 240 channels. For 241 channels, torch's operations give the same bits."""
     mean, std = constants(channels)
     x = images((2, 9, 11), channels).cuda()
     assert_normalized(Normalize(mean, std)(x), x, mean, std, torch.float32, torch.channels_last)
@@ -100,7 +100,7 @@ def test_other_strides_are_copied_first():
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("channels", "images_", "side"), [(3, 14_300, 224), (1, 2_150, 1001)])
 def test_more_elements_than_32_bits_count(channels, images_, side, channels_last):
-    """3 channels: the kernel for few; 1 channel: more than 2^31 pixels, which are for the general one."""
+    """3 channels use the kernel for few channels. 1 channel has more than 2^31 pixels, and uses the general kernel."""
     mean, std = constants(channels)
     needed = 3.2 * images_ * channels * side * side
     if torch.cuda.mem_get_info()[0] < needed:

@@ -1,4 +1,4 @@
-"""Prefetcher on a real GPU: values under a delayed consumer, pinned memory, no growth, no leftovers."""
+"""Prefetcher on a real GPU: correct values with a delayed consumer, pinned memory, constant memory, cleanup."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DEVICE = torch.device("cuda")
 NATIVE = native.BUILT_WITH_CUDA and _host.cuda_usable()
 ROWS = 64
-SHAPE = (ROWS, 64, 1024)  # 16 MiB of float32 per batch: a copy takes long enough to be caught half done
+SHAPE = (ROWS, 64, 1024)  # 16 MiB of float32 per batch, so that a test can see a copy that is half done
 PIECES = 5  # staged pieces of a batch: four of 4 MiB, and one for the rest
 
 
 @pytest.fixture(params=["native", "torch"])
 def copier(request, monkeypatch):
-    """Both roads to the GPU: ours, and the one through torch alone."""
+    """Return the code path of copies to the GPU: flatout's kernels, or torch alone."""
     if request.param == "native":
         if not NATIVE:
             pytest.skip("needs a build with CUDA kernels and a driver that is new enough for them")
@@ -37,7 +37,7 @@ def copier(request, monkeypatch):
 
 
 class Numbered:
-    """Batches filled with their own number; one buffer, filled again and again."""
+    """Loader of batches that are filled with their number. All batches share one buffer."""
 
     def __init__(self, batches: int, pinned: bool = False) -> None:
         self.batches = batches
@@ -62,14 +62,14 @@ class Refilled:
 
 
 def delay(cycles: int = 20_000_000) -> None:
-    """Hold the current stream up for about ten milliseconds."""
+    """Block the current stream for about ten milliseconds."""
     torch.cuda._sleep(cycles)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_values_under_a_delayed_consumer(copier, depth, pinned):
-    """Each batch is dropped before the kernels that read it have run: its memory must not be written yet."""
+    """Each batch is dropped before its kernels have run. The memory must not be reused before these kernels end."""
     stream = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     stream.wait_stream(torch.cuda.current_stream())
@@ -101,8 +101,8 @@ def test_batches_that_torch_has_pinned_need_no_staging():
 
 
 def test_filling_new_memory_waits_for_a_delayed_consumer(copier):
-    """In deterministic mode torch fills what it allocates: memory of a dropped batch may still be read."""
-    batches = [torch.full((1 << 20,), float(number)) for number in range(32)]  # large: staging is behind this thread
+    """In deterministic mode torch fills new memory, which kernels of a dropped batch may still read."""
+    batches = [torch.full((1 << 20,), float(number)) for number in range(32)]  # large, so that staging is slow
     means = []
     with flatout.reproducible(0, warn_only=True):
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -114,7 +114,7 @@ def test_filling_new_memory_waits_for_a_delayed_consumer(copier):
 
 
 def test_consumer_waits_for_a_delayed_copy(copier):
-    """The side stream is behind: what is read at once must still be the new values."""
+    """The side stream is late. A consumer that reads at once must still see the new values."""
     prefetcher = Prefetcher(Numbered(6), DEVICE, 2)
     iterator = iter(prefetcher)
     for number in range(6):
@@ -127,7 +127,7 @@ def test_consumer_waits_for_a_delayed_copy(copier):
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_transform_under_a_delayed_consumer(copier, depth):
-    """What a transform allocates must not be memory that kernels of a dropped batch still read."""
+    """A transform must not allocate memory that kernels of a dropped batch still read."""
     consumer = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     streams = set()
@@ -212,7 +212,7 @@ def test_in_memory_batches_are_pinned():
 
 
 def test_pinned_in_memory_batches_survive_the_users_own_copies():
-    """A batch is let go while its copy waits: its memory must not be given to another batch meanwhile."""
+    """A batch is freed while its copy waits. No other batch may use its memory during this time."""
     data = torch.arange(64.0)[:, None].expand(64, 1 << 18).contiguous()
     loader = InMemoryLoader(DataLoader(TensorDataset(data), 4, pin_memory=True))
     copies = []
@@ -224,7 +224,7 @@ def test_pinned_in_memory_batches_survive_the_users_own_copies():
 
 
 def test_a_capture_stays_valid_while_batches_are_copied(copier):
-    """Other threads copy, and this one polls, while a graph is captured: neither may break it."""
+    """Other threads copy and this thread polls during the capture. Neither may invalidate the graph."""
     x, graph = torch.zeros(8, device=DEVICE), torch.cuda.CUDAGraph()
     iterator = iter(Prefetcher(InMemoryLoader(DataLoader(TensorDataset(torch.zeros(256, 1 << 16)), 8)), DEVICE, 3))
     next(iterator)

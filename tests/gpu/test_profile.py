@@ -1,4 +1,4 @@
-"""Profiles of real GPU training: what only a device and its driver can show."""
+"""Profiles of real GPU training: figures that only a device and its driver can give."""
 
 from __future__ import annotations
 

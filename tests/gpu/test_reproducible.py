@@ -1,4 +1,4 @@
-"""reproducible() on a GPU: runs repeat bit for bit, and too late for cuBLAS is said."""
+"""reproducible() on a GPU: bit-equal runs, and an error if cuBLAS has already started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import bits
 
 
 def trained() -> list[bytes]:
-    """Convolutions, attention and an embedding: whose gradients are sums of no fixed order by default."""
+    """Train convolutions, attention and an embedding. By default, their gradients are sums in random order."""
     with flatout.reproducible(3):
         conv = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Flatten(2)).cuda()
         embed, mix = nn.Embedding(50, 32).cuda(), nn.Linear(32, 32).cuda()
@@ -37,7 +37,7 @@ def trained() -> list[bytes]:
 
 
 def run_fresh(script: str) -> None:
-    """In a process in which cuBLAS has not started."""
+    """Run a script in a process in which cuBLAS has not started."""
     environment = {name: value for name, value in os.environ.items() if name != CUBLAS}
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -61,7 +61,7 @@ def test_cuda_generators_come_back() -> None:
 
 
 def test_too_late_for_cublas_is_an_error_or_no_matter() -> None:
-    """torch either insists on the variable from the first product on, or no longer needs it: never a silent third."""
+    """torch requires the variable before the first product, or no longer needs it. No version ignores it silently."""
     run_fresh(
         """
 import torch, flatout

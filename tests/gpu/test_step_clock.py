@@ -1,4 +1,4 @@
-"""Clock of a rank's steps on a CUDA device: times of the device, which the host does not wait for."""
+"""Clock of a rank's steps on a CUDA device, which gives device times without synchronization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_times_are_those_of_the_device() -> None:
     marks[1].record()
     clock.ready()
     torch.cuda._sleep(LONG // 2)
-    clock.ready()  # counts for nothing
+    clock.ready()  # is not counted
     clock.end()
     marks[2].record()
     assert clock.take() == [0, 0, 0, 0]  # the device is still busy

@@ -1,4 +1,4 @@
-"""Training loops: batches of other forms, a loop that a user writes, ``fit`` with checkpoints, evaluation, commands."""
+"""Training loops: other forms of batches, a user's own loop, ``fit`` with checkpoints, evaluation, commands."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_fit_resumes_with_the_same_bits(precision: str, tmp_path: Path) -> None:
     histories, states = [], []
     with nothing_left():
         for folder, pieces in ((tmp_path / "whole", [3]), (tmp_path / "pieces", [1, 3])):
-            for epochs in pieces:  # each run stands for a new process
+            for epochs in pieces:  # each run simulates a new process
                 run = optimize(setup, GRAPHED)
                 history = run.fit(epochs, IN_ORDER.loader(), progress=False, checkpoint_dir=folder, checkpoint_every=4)
                 assert whole_step(run).replays

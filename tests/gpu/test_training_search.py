@@ -1,4 +1,4 @@
-"""Trainings after trials on the device. For any decision of the trials, the training equals plain torch."""
+"""Trainings after trials on the device, which equal plain torch for any decision of the trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.trainings import Setup, check_same, nothing_left, optimize, train
 from tests.jobs import NO_TECHNIQUES
 
 ALL = {name: None for name in NO_TECHNIQUES if name not in ("compile", "torchscript")}
-"""Techniques for trials, without ``compile`` and ``torchscript``: code of Triton and NVRTC takes long to compile."""
+"""Techniques for trials, without ``compile`` and ``torchscript``, whose Triton and NVRTC code compiles slowly."""
 
 FOR_LAUNCHES = {"fused_optimizer": None, "cuda_graph": None, "precision": False, "tf32": False}
 

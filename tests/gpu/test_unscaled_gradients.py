@@ -1,4 +1,4 @@
-"""Gradients after a plain step with a scaler: those of the CPU, from every kind of kernel."""
+"""Gradients after a plain step with a scaler: equal to those of the CPU, for every kind of kernel."""
 
 from __future__ import annotations
 

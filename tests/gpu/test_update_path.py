@@ -1,4 +1,4 @@
-"""The CUDA kernels against the CPU ones and torch: run where there is a GPU, skipped visibly elsewhere."""
+"""CUDA kernels compared with CPU kernels and torch. Without a GPU the tests skip with a reason."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_the_kernels_are_there():
     assert native.has_cuda_kernels(), "compiled in, but the driver or the architecture does not fit"
 
 
-# float32 alone under compute-sanitizer: what depends on the dtype there, alignment, test_rewriting_forms has too.
+# compute-sanitizer runs float32 only, because test_rewriting_forms covers the alignments of the other dtypes.
 @pytest.mark.parametrize("dtype", [pytest.param(DTYPES[0], marks=pytest.mark.sanitize), *DTYPES[1:]], ids=str)
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda v: v if isinstance(v, str) else ",".join(v))
 @pytest.mark.parametrize("offset", [0, 1])
 def test_cuda_equals_cpu(name, options, dtype, offset):
     results = []
     for device in ("cpu", "cuda"):
-        # An offset in the parameters alone: the streams are misaligned differently.
+        # Only the parameters have an offset, so the streams are misaligned differently.
         storages = [
             torch.empty(v.numel() + offset, dtype=dtype, device=device)[offset:].copy_(v) for v in values(dtype, 0)
         ]
@@ -122,7 +122,7 @@ def test_no_synchronisation():
 
 
 def test_betas_on_the_device_are_torchs():
-    """Ours take them from the host, and would wait for them in every step."""
+    """torch's class takes the step. flatout would read the betas on the host, and would wait in every step."""
     p, q = (torch.nn.Parameter(torch.ones(100, device="cuda")) for _ in range(2))
     betas = tuple(torch.tensor(beta, device="cuda") for beta in (0.8, 0.9))
     options = dict(lr=0.1, capturable=True, foreach=False)
@@ -134,7 +134,7 @@ def test_betas_on_the_device_are_torchs():
 
 
 def test_a_norm_over_both_devices_is_read_after_it_has_arrived():
-    """Results meet on the first gradient's device: a copy to the CPU that does not wait would be read too early."""
+    """Results meet on the device of the first gradient. A non-blocking copy to the CPU would be read too early."""
     here, there = torch.ones(4), torch.ones(4, device="cuda")
     for _ in range(5):
         torch.cuda._sleep(20_000_000)
@@ -155,7 +155,7 @@ def test_the_norm_is_the_same_every_time_and_right():
 @pytest.mark.sanitize
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_one_check_of_all_dtypes_and_orders(order):
-    """Several launches share one conclusion, drawn by whichever block finishes last."""
+    """Several launches share one result, which the last block computes."""
     grads = [g for seed, dtype in enumerate(DTYPES) for g in values(dtype, seed)]
     for bad in (None, math.inf, math.nan):
         if bad is not None:
@@ -327,7 +327,7 @@ def test_rewriting_forms():
         p = torch.nn.Parameter(torch.zeros_like(g))
         p.grad = g
         clip_grad_norm_(p, 2 * 100_000**0.5 / 4)
-        # The norm's 1e-6 against division by 0 shows in float64.
+        # clip_grad_norm_ adds 1e-6 to the norm against division by 0, which shows in float64.
         torch.testing.assert_close(p.grad, torch.full_like(p, 0.5), rtol=1e-6, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""What flatout's optimizers add to torch's, on a GPU: the CPU suite's own checks, and what only a GPU can get wrong."""
+"""Options of flatout's optimizers on a GPU: the CPU suite's checks, and errors that only a GPU can make."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_state_dict_in_the_middle_changes_nothing(case):
     assert Run(case, reload_after=0, device="cuda").result == Run(case, device="cuda").result
 
 
-# Small, and with every kind of storage: what compute-sanitizer is to see, of one rule.
+# Small sizes with every kind of storage. compute-sanitizer runs one rule.
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.sanitize), *NAMES[1:]])
 @storages
 def test_every_storage_at_odd_sizes_and_offsets(name, dtype, additions):
@@ -87,7 +87,7 @@ def test_every_storage_at_odd_sizes_and_offsets(name, dtype, additions):
 
 
 def exact_steps(device: str, additions: dict[str, Any], momentum: float) -> list[torch.Tensor]:
-    """SGD in numbers of few bits: every float32 intermediate is exact, on any device and in any order."""
+    """Run SGD on numbers of few bits, so that every float32 intermediate is exact on any device and in any order."""
     generator = torch.Generator().manual_seed(0)
     params = [
         torch.nn.Parameter((torch.randint(128, 256, (n,), generator=generator) / 128.0).to(device, BRAIN))
@@ -121,7 +121,7 @@ def exact_steps(device: str, additions: dict[str, Any], momentum: float) -> list
     ids=",".join,
 )
 def test_stochastic_rounding_and_masters_are_bit_equal_to_the_cpus(additions, momentum):
-    """The random bits are keyed by seed, element, tensor and step, not by who computes them."""
+    """The random bits depend on seed, element, tensor and step, but not on the thread."""
     here, there = exact_steps("cpu", additions, momentum), exact_steps("cuda", additions, momentum)
     assert len(here) == len(there)
     for i, (a, b) in enumerate(zip(here, there, strict=True)):
@@ -130,7 +130,7 @@ def test_stochastic_rounding_and_masters_are_bit_equal_to_the_cpus(additions, mo
 
 
 def random_steps(device: str, name: str, dtype: torch.dtype, additions: dict[str, Any]) -> list[Any]:
-    """Return the bits of parameters and states after three steps. CPU loops and kernels divide the work differently."""
+    """Return the bits of parameters and states after three steps. CPU loops and kernels split the work differently."""
     params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters([100_003, 0, 5, 16_384], dtype)]
     optimizer = getattr(fo, name)(
         params, **{"lr": 1e-2, "weight_decay": 0.1, **RULES[name].with_state[-1], **additions}
@@ -156,7 +156,7 @@ def test_steps_have_the_bits_of_the_cpus(name, dtype, additions):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("count", [2000, 5000])
 def test_thousands_of_tensors_equal_one(name, count):
-    """Tables are split over launches and blocks: nothing is dropped or done twice at their edges."""
+    """Tables are split over launches and blocks. No tensor at a boundary may be dropped or stepped twice."""
     sizes = [1 + (i * 37) % 700 for i in range(count)]
     [whole] = parameters([sum(sizes)])
     pieces = [torch.nn.Parameter(piece.clone()) for piece in whole.detach().split(sizes)]
@@ -165,7 +165,7 @@ def test_thousands_of_tensors_equal_one(name, count):
         set_grads([whole], 1 + step)
         for piece, grad in zip(pieces, whole.grad.split(sizes), strict=True):
             piece.grad = grad.clone()
-        # A clip that changes nothing: norms of other sums differ in their last bit.
+        # The limit is too high to clip. Norms of other sums differ in their last bit.
         norms = [update(optimizer, max_grad_norm=1e9).grad_norm.item() for optimizer in (one, many)]
         assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert torch.equal(torch.cat([p.detach() for p in pieces]), whole.detach())
@@ -174,8 +174,8 @@ def test_thousands_of_tensors_equal_one(name, count):
 @pytest.mark.parametrize("name", NAMES)
 @storages
 def test_2000_tensors_take_two_launches_and_no_wait(name, dtype, additions):
-    """One for the check and one for the step, which finds all but the gradients in a table on the device."""
-    smallest = 4096 if additions.get("moment_dtype") == torch.uint8 else 64  # of those with moments in 8 bits
+    """One launch checks, and one steps. The step reads everything except gradients from a table on the device."""
+    smallest = 4096 if additions.get("moment_dtype") == torch.uint8 else 64  # smallest size of 8-bit moments
     params = parameters([smallest + i % 9 for i in range(2000)], dtype)
     optimizer = getattr(fo, name)(params, **additions)
     inv_scale = torch.tensor(0.5, device="cuda")
@@ -183,7 +183,7 @@ def test_2000_tensors_take_two_launches_and_no_wait(name, dtype, additions):
     def one() -> None:
         update(optimizer, inv_scale=inv_scale, max_grad_norm=1.0)
 
-    for step in range(2):  # the second with gradients that were not there before, as after zero_grad
+    for step in range(2):  # the second step has new gradients, as after zero_grad
         set_grads(params, step)
         one()
     set_grads(params, 9)
@@ -193,7 +193,7 @@ def test_2000_tensors_take_two_launches_and_no_wait(name, dtype, additions):
 
 
 def stepped(device: str, plan: list[list[int]]) -> list[torch.Tensor]:
-    """Parameters after steps with gradients for those that the plan names."""
+    """Return parameters after steps. The plan names the parameters with gradients in each step."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, n).to(device)) for n in (5, 20_000, 0, 300, 40_001)]
     optimizer = fo.SGD(params, lr=0.25, momentum=0.5)
     for having in plan:
@@ -211,12 +211,15 @@ def test_a_table_is_for_its_tensors():
 
 
 def zeros_in_freed_memory() -> list[torch.Tensor]:
-    """Takes what small blocks have been freed on the current stream: a table read there would step nothing."""
+    """Allocate zeros in all small freed blocks of the current stream.
+
+    A step that reads its table there changes nothing.
+    """
     return [torch.zeros(200, dtype=torch.uint8, device="cuda") for _ in range(1000)]
 
 
 def test_a_table_is_for_its_stream():
-    """Its memory is free for the stream that it was written on, as soon as the optimizer lets go of it."""
+    """The optimizer frees the table, and the stream that wrote the table may reuse the memory at once."""
     params = parameters([7, 900])
     optimizer = fo.SGD(params, lr=1.0)
     for p in params:
@@ -233,7 +236,7 @@ def test_a_table_is_for_its_stream():
     torch.cuda.synchronize()
     for p, b in zip(params, before, strict=True):
         assert torch.equal(p.detach(), -b)
-    assert len(taken) == 1000  # alive until here
+    assert len(taken) == 1000  # keep it alive until here
 
 
 def test_a_graph_keeps_a_separate_table():
@@ -259,7 +262,7 @@ def test_a_graph_keeps_a_separate_table():
     for graph in (*graphs, *reversed(graphs)):
         graph.replay()
     assert all((p == -6).all() for p in params)
-    assert len(taken) == 1000  # alive until here
+    assert len(taken) == 1000  # keep it alive until here
 
 
 def test_a_whole_scaler_step_waits_for_nothing():
@@ -287,7 +290,7 @@ def test_a_whole_scaler_step_waits_for_nothing():
 
 
 def test_the_trace_sees_waits_and_kernels():
-    """Or the tests above could not fail."""
+    """The tests above rely on this trace."""
     x = torch.ones(1000, device="cuda")
     assert traced(lambda: x.sum().item()).waits
     assert traced(torch.cuda.synchronize).waits
@@ -326,7 +329,10 @@ def on_a_side_stream(run: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @storages
 def test_replays_equal_eager_steps(name, dtype, additions):
-    """Warm-up, capture, replays with a skipped one between, eager steps again, replays again: bit for bit."""
+    """The sequence has warm-up, capture, replays with a skipped step, an eager step and more replays.
+
+    All are bit-equal.
+    """
     sizes = [1000, 0, 16_385, 3]
     lrs = [torch.tensor(0.1, device="cuda") for _ in range(2)]
     (ours, graphed), (theirs, eager) = (
@@ -357,7 +363,7 @@ def test_replays_equal_eager_steps(name, dtype, additions):
         fill(1 + step, bad=step == 1)
         for lr in lrs:
             lr.fill_(0.1 / (1 + step))
-        if step == 3:  # between replays, as for an evaluation that steps by hand
+        if step == 3:  # between replays, as in a manual step
             for p, g in zip(ours, static, strict=True):
                 p.grad = g
             one(graphed)
@@ -368,7 +374,10 @@ def test_replays_equal_eager_steps(name, dtype, additions):
 
 
 def test_the_scale_is_updated_inside_a_graph():
-    """unscale + check + clip + step + scale update, replayed: the scale falls after an infinity and grows again."""
+    """The replay unscales, checks, clips, steps and updates the scale.
+
+    The scale halves after an infinity, and grows again.
+    """
     p = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
     p.grad = torch.ones_like(p)
     optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cuda", init_scale=4.0, growth_interval=2)
@@ -391,14 +400,14 @@ def test_the_scale_is_updated_inside_a_graph():
     torch.testing.assert_close(p.detach(), torch.full_like(p, -(1 / 4 + 1 / 4 + 1 / 4 + 1 / 4)))
 
 
-# ---- gradients as they come --------------------------------------------------------------------------------
+# ---- gradients of any origin -------------------------------------------------------------------------------
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN], ids=str)
 @pytest.mark.parametrize("shift", [1, 3])
 def test_gradients_that_are_views_of_a_misaligned_buffer(dtype, shift):
-    """As DDP's ``gradient_as_bucket_view`` makes them: odd sizes end to end in one flat buffer."""
+    """DDP's ``gradient_as_bucket_view`` makes such views: odd sizes in one flat buffer, without gaps."""
     sizes = [3, 1000, 0, 16_385, 7]
     ours, theirs = parameters(sizes, dtype), parameters(sizes, dtype)
     a, b = (fo.AdamW(params, lr=1e-2, master_weights="float32") for params in (ours, theirs))
@@ -424,7 +433,7 @@ def test_gradients_that_come_and_go():
 
 
 def test_gradients_freed_right_after_the_step_are_still_read():
-    """``zero_grad`` frees memory of gradients, and the next allocation takes it before the kernels have run."""
+    """``zero_grad`` frees gradients, and the next allocation takes their memory before the kernels have run."""
     params = parameters([1 << 20] * 4)
     before = [p.detach().clone() for p in params]
     optimizer = fo.SGD(params, lr=1.0)
@@ -443,7 +452,7 @@ def test_gradients_freed_right_after_the_step_are_still_read():
 
 
 def test_optimizers_on_several_streams_do_not_meet():
-    """Each in its own stream, all in flight at once; the same optimizer on another stream afterwards."""
+    """Each optimizer steps in its own stream, all at the same time. Later the optimizers change streams."""
     streams = [torch.cuda.Stream() for _ in range(4)]
     ours = [parameters([1 << 20, 3, 5000], seed=i) for i in range(4)]
     theirs = [parameters([1 << 20, 3, 5000], seed=i) for i in range(4)]
@@ -455,7 +464,7 @@ def test_optimizers_on_several_streams_do_not_meet():
     for turn in range(6):
         for i, optimizer in enumerate(optimizers):
             stream, previous = streams[(i + turn) % 4], streams[(i + turn - 1) % 4]
-            stream.wait_stream(previous)  # this optimizer's last step was there
+            stream.wait_stream(previous)  # the previous step of this optimizer ran there
             with torch.cuda.stream(stream):
                 update(optimizer, max_grad_norm=1.0)
     torch.cuda.synchronize()
@@ -550,7 +559,7 @@ def test_averages_are_swapped_in_and_out():
 
 # Last, because a failed capture may leave torch in an unusual state.
 def test_a_capture_of_the_first_step_is_right_or_refused_in_words():
-    """State that is begun inside a capture would begin anew in every replay."""
+    """A capture must not create state, because each replay would create the state again."""
     ours, theirs = parameters([1000]), parameters([1000])
     graphed, eager = fo.AdamW(ours, lr=0.1), fo.AdamW(theirs, lr=0.1)
     set_grads(ours, 0)

@@ -1,4 +1,4 @@
-"""What one call does on the device, read from a profiler trace: it sees calls that torch's sync debug mode does not."""
+"""Kernels and waits of one call, from a profiler trace. torch's sync debug mode does not see all waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trace:
 
 
 def traced(run: Callable[[], object]) -> Trace:
-    if EMULATED:  # there a profiler sees nothing
+    if EMULATED:  # a profiler sees no emulated device
         record = recorded(run)
         waits = [call for call in record.calls if "Synchronize" in call]
         waits += [operation for operation in record.operations if operation == "copy to host"]
@@ -32,9 +32,9 @@ def traced(run: Callable[[], object]) -> Trace:
         run()
     events = trace.events()
     region = next(e for e in events if e.name == _REGION and e.device_type == DeviceType.CPU)
-    annotations = {e.name for e in events if e.is_user_annotation}  # torch's around every optimizer, and this one
+    annotations = {e.name for e in events if e.is_user_annotation}  # torch's ranges around optimizers, and this one
     on_device = [e.name for e in events if e.device_type == DeviceType.CUDA and e.name not in annotations]
-    # The profiler waits for the device itself, after the region.
+    # The profiler itself waits for the device after the region.
     inside = [e.name for e in events if region.time_range.start <= e.time_range.start <= region.time_range.end]
     waits = [name for name in inside if "Synchronize" in name] + [name for name in on_device if "DtoH" in name]
     return Trace([name for name in on_device if not name.startswith(("Memcpy", "Memset"))], waits)

@@ -1,4 +1,4 @@
-"""Fixtures of all adapters: functions of torch that must be restored, and trainings that are measured alone."""
+"""Fixtures of all adapters, which check that functions of torch are restored."""
 
 from __future__ import annotations
 

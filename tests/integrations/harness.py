@@ -1,4 +1,4 @@
-"""What the tests of all adapters share: options, samples, and comparisons with plain training."""
+"""Options, samples and comparisons with plain training, shared by the tests of all adapters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ QUICK: dict[str, Any] = {"techniques": only("fused_optimizer", "precision")}
 """Options with short trials."""
 
 FUSED: dict[str, Any] = {"techniques": NO_TECHNIQUES | {"fused_optimizer": True}}
-"""Options that keep the native step alone."""
+"""Options for the native step alone."""
 
 IN_MEMORY: dict[str, Any] = {"techniques": NO_TECHNIQUES | {"in_memory": True}}
-"""Options that keep the loader from memory alone."""
+"""Options for the in-memory loader alone."""
 
 
 @dataclass
 class Trained:
-    """What is left of a training."""
+    """Result of a training."""
 
     model: nn.Module
     losses: list[float]
@@ -39,7 +39,7 @@ class Trained:
     """Random numbers drawn after the training."""
 
     def bits(self) -> list[Any]:
-        """Return everything that must be equal."""
+        """Return all values that must be equal."""
         return [self.losses, *(p.tolist() for p in self.model.state_dict().values()), self.drawn]
 
 

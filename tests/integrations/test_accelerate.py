@@ -38,13 +38,13 @@ from flatout.integrations.accelerate import tuned  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def no_state() -> Iterator[None]:
-    """Forget accelerate's state, which all accelerators of a process share."""
+    """Reset accelerate's state, which all accelerators of a process share."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Loop:
-    """A training loop of accelerate's documentation.
+    """Training loop from accelerate's documentation.
 
     Args:
         clock: the clock that each forward advances.
@@ -67,7 +67,7 @@ class Loop:
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that accelerate wraps."""
+        """Optimizer that accelerate wraps."""
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 

@@ -41,7 +41,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc,name-defined]
     """Classifier with AdamW and a schedule.
 
     Args:
-        fails_at: batch at which the user's code raises.
+        fails_at: batch in which the user's code raises.
         error: the error that it raises.
     """
 
@@ -74,7 +74,7 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
 
 class ByHand(Classifier):
-    """The same with manual optimization."""
+    """Classifier with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class ByHand(Classifier):
 
 
 class LoggingForward(Classifier):
-    """The same, with a metric that the forward logs."""
+    """Classifier whose forward logs a metric."""
 
     def forward(self, x: Tensor) -> Any:
         output = super().forward(x)
@@ -97,7 +97,7 @@ class LoggingForward(Classifier):
 
 
 class Steps(Callback):  # type: ignore[misc]
-    """Notes the class of the optimizer after each batch."""
+    """Callback that records the class of the optimizer after each batch."""
 
     def __init__(self) -> None:
         self.classes: list[type] = []

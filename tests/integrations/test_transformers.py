@@ -31,7 +31,7 @@ SIZES = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions
 
 
 class Steps(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Notes the class of the optimizer after each step, and fails at one.
+    """Callback that records the class of the optimizer after each step, and fails at one step.
 
     Args:
         fails_at: step at which the user's code raises.

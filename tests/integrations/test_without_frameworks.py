@@ -1,4 +1,4 @@
-"""Adapters without their framework."""
+"""Adapters whose framework is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated time for the tests of step times: a process with a steady clock, matrix products, and a GPU."""
+"""Simulated time for tests of step times: a process with a steady clock, matrix products, and a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calls_of(model: nn.Module) -> CountedCalls:
 
 
 class StepTaker:
-    """Takes the current step of a wrapped model from this thread, as a reading in another thread does."""
+    """Stand-in for a reader in another thread, which ends the current step of a wrapped model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls, self._thread = calls_of(model), threading.get_ident()
@@ -69,7 +69,10 @@ class SteadyClock:
 
     @contextlib.contextmanager
     def instead_of_perf_counter(self) -> Iterator[None]:
-        """Replace Python's clock too. ``optimize`` would hang inside: readings of this clock do not advance it."""
+        """Replace Python's clock too.
+
+        ``optimize`` would hang inside, because its readings do not advance this clock.
+        """
         with mock.patch.object(time, "perf_counter", self):
             yield
 
@@ -94,7 +97,7 @@ def process_with_steady_clock(folder: Path) -> Iterator[CallWithSteadyClock]:
 
 @contextlib.contextmanager
 def forgotten_warnings() -> Iterator[None]:
-    """Reset the set of peaks that this process has warned of, so that ``peaks`` warns of each peak again."""
+    """Reset the set of peaks that have caused a warning in this process, so that ``peaks`` warns of each peak again."""
     with mock.patch.object(peaks, "_warned", set()):
         yield
 

@@ -135,7 +135,7 @@ def test_hfu_counts_what_is_computed_again() -> None:
             pass
     assert counter.total.hfu == pytest.approx(counter.total.mfu * 9 / 6)
     assert "HFU" in str(counter.total)
-    with counter.step(flops=6.0):  # hardware's not known: not in HFU
+    with counter.step(flops=6.0):  # hardware FLOPs are unknown, so not in HFU
         pass
     assert counter.hfu is not None
 
@@ -157,7 +157,7 @@ def test_numbers_of_a_step_may_be_of_any_type() -> None:
         (np.int64(2), torch.tensor(3), np.float32(4)),
         (One(), True, Fraction(1, 2)),
         (np.uint8(1), 0, torch.tensor(5.5)),
-        (0, 0, count),  # a count first
+        (0, 0, count),  # a FlopCount
     ):
         with counter.step(samples, tokens, flops):
             pass

@@ -22,7 +22,7 @@ from flatout.mfu import FlopCount, count_flops, register_flops
 
 @pytest.fixture(autouse=True)
 def strict():
-    """No count may leave something out unless its test says so."""
+    """Make incomplete counts an error, unless a test expects them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="FLOPs of these operators")
         yield
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gpt_with_causal_attention(device):
-    """The same model FLOPs whether torch fuses attention (CPU) or computes all and masks (meta)."""
+    """The model FLOPs are equal if torch fuses attention (CPU), and if it computes all scores and masks them (meta)."""
     batch, length, width, layers, vocabulary = 2, 16, 32, 3, 50
     with torch.device(device):
         count = count_flops(Gpt(), torch.zeros(batch, length, dtype=torch.long))
@@ -79,7 +79,7 @@ def test_gpt_with_causal_attention(device):
     assert (count.forward, count.backward) == (products + attention, 2 * (products + attention))
     dense = layers * 4 * batch * length * length * width
     assert count.dense == 3 * (products + dense)
-    # 6N + 12LHQT of PaLM's appendix B, a token
+    # 6N + 12LHQT per token, from PaLM's appendix B
     assert (
         count.dense / (batch * length)
         == 6 * (12 * layers * width**2 + width * vocabulary) + 12 * layers * width * length
@@ -90,7 +90,7 @@ def test_gpt_with_causal_attention(device):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_grouped_query_attention_with_a_sliding_window(fused):
-    """A window given as a mask removes nothing: every score is computed."""
+    """A window that is given as a mask removes nothing, so every score is computed."""
     batch, heads, kv_heads, length, size = 2, 8, 2, 12, 16
     query = torch.randn(batch, heads, length, size, requires_grad=True)
     key, value = (torch.randn(batch, kv_heads, length, size, requires_grad=True) for _ in range(2))
@@ -162,7 +162,7 @@ def test_recurrent_layers(kind, layers, both, proj):
     assert count_flops(model, x, backward=False).total == forward
     with torch.inference_mode():
         assert count_flops(model, x).total == forward
-    # Decomposed cells ask for no gradient of the first, constant hidden state.
+    # Decomposed cells compute no gradient of the first, constant hidden state.
     constant = layers * directions * 2 * batch * gates * hidden * out
     assert 2 * forward - constant <= count.backward <= 2 * forward
 
@@ -193,7 +193,7 @@ def test_products_by_every_name():
 
 
 def multiply_adds(size: int, out: int, kernel: int, transposed: bool) -> int:
-    """Taps along one dimension, one by one: an output reads a tap each; transposed, an input writes a tap each."""
+    """Count the taps along one dimension. Each output reads a tap. With ``transposed``, each input writes a tap."""
     return sum(1 for _ in itertools.product(range(size if transposed else out), range(kernel)))
 
 
@@ -216,11 +216,11 @@ def test_convolutions(groups, ins, outs, kernel, stride, dilation, padding, tran
     assert parts(count_flops(layer, x)) == (forward, forward * sum(wanted), 0)
 
 
-# ---- forward, backward, recomputed; modules --------------------------------------------------------------------------
+# ---- forward, backward, recomputed, modules --------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
-    """Without a checkpoint when ``reentrant`` is None."""
+    """Model with checkpoints, or without a checkpoint if ``reentrant`` is None."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -265,7 +265,7 @@ def test_gradients_of_gradients_are_no_recomputation():
 
 
 def test_a_gradient_inside_a_forward_is_no_recomputation():
-    """Forces as gradients of an energy."""
+    """Forces are gradients of an energy."""
 
     class Force(nn.Module):
         def __init__(self):
@@ -327,17 +327,17 @@ def test_a_training_step_as_a_callable():
     assert count.by_module.name == "Linear"
 
 
-# ---- what it leaves alone --------------------------------------------------------------------------------------------
+# ---- no side effects -------------------------------------------------------------------------------------------------
 
 
 class Restless(nn.Module):
-    """Changes what a forward can change."""
+    """Model that changes everything that a forward can change."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("seen", torch.tensor([]))  # resized in place, as observers of quantization do
+        self.register_buffer("seen", torch.tensor([]))  # resized in place, as by quantization observers
 
     def forward(self, x):
         self.calls = self.calls + 1
@@ -394,7 +394,7 @@ def test_an_error_leaves_nothing_behind():
 
 
 class Meeting(nn.Module):
-    """Two threads meet before and after its product."""
+    """Module in which two threads meet before and after the product."""
 
     def __init__(self, barrier: threading.Barrier):
         super().__init__()
@@ -411,7 +411,7 @@ def test_counts_in_several_threads_take_turns():
     import torch._dynamo
 
     class Last(nn.Module):
-        """The second count would end after the first, and put back what the first had put there."""
+        """Module whose second count would end after the first, and restore the patches of the first."""
 
         def __init__(self, mine, other):
             super().__init__()
@@ -494,7 +494,7 @@ def test_a_compiled_model_counts_as_its_eager_one_and_is_not_compiled(how):
     assert len(compiled) == graphs
 
 
-# ---- operators of others ---------------------------------------------------------------------------------------------
+# ---- operators of other libraries ------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("flatout_flops_test::project", mutates_args=())
@@ -550,7 +550,7 @@ def test_operators_that_need_no_formula(namespace, name, cheap):
     from flatout.mfu.formulas import is_cheap
 
     class Operator:
-        """What is asked of an operator; not every torch has each of these."""
+        """Operator with the attributes that the check reads, because not every torch has each operator."""
 
         def __init__(self):
             self.namespace, self._opname = namespace, name
@@ -559,7 +559,7 @@ def test_operators_that_need_no_formula(namespace, name, cheap):
 
 
 def test_kernels_that_python_code_starts_are_named():
-    """Triton calls its hooks at each launch; here they are called without a GPU."""
+    """Triton calls its hooks at each launch. Here the test calls the hooks without a GPU."""
     knobs = pytest.importorskip("triton.knobs")
 
     class Launch:
@@ -576,7 +576,7 @@ def test_kernels_that_python_code_starts_are_named():
         knobs.runtime.launch_enter_hook(Launch())
         return x.clone()
 
-    register_flops(torch.ops.flatout_flops_test.launch, lambda x: 5)  # with what it starts
+    register_flops(torch.ops.flatout_flops_test.launch, lambda x: 5)  # including its kernels
     count = count_flops(launch, torch.zeros(2))
     assert (count.total, count.unknown) == (5, {})
     assert knobs.runtime.launch_enter_hook.calls == before
@@ -601,7 +601,7 @@ def test_flex_attention_counts_the_blocks_of_its_mask(window):
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors(layout):
-    """Seen whole where ordinary tensors show the parts, and asked for sizes that the dispatcher knows nothing of."""
+    """Nested tensors reach the counter as a whole, and the dispatcher does not see their sizes."""
 
     def nested(size):
         return torch.nested.nested_tensor([torch.randn(3, size), torch.randn(5, size)], layout=layout)
@@ -639,7 +639,7 @@ def test_fake_tensors(inside):
 
 
 def test_varied_lengths_and_windows_of_packed_attention():
-    """The kernels behind SDPA run on CUDA only, their formulas anywhere."""
+    """The kernels of SDPA run on CUDA only, but their formulas run on any device."""
     from flatout.mfu.formulas import cost_of
 
     query, key = torch.empty(9, 4, 8), torch.empty(12, 2, 8)

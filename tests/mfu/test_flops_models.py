@@ -1,7 +1,7 @@
-"""FLOPs of the field's models, as torchvision and transformers build them, against closed formulas of their sizes.
+"""FLOPs of models of torchvision and transformers, compared with formulas of their sizes.
 
-Each row of the table is a model without weights and what its architecture takes by hand; it is counted plain, compiled,
-and with its layers checkpointed. Published figures are compared at published sizes, on the meta device.
+Each row of the table holds an untrained model and the FLOPs of its architecture, derived by hand. Each model is counted
+plain, compiled, and with checkpointed layers. Published figures are compared at published sizes, on the meta device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every model here is built from i
 
 @pytest.fixture(autouse=True)
 def strict():
-    """No count may leave something out."""
+    """Make incomplete counts an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="FLOPs of these operators")
         yield
@@ -39,17 +39,17 @@ def transformers():
 
 @dataclass(frozen=True)
 class Row:
-    """A model and its FLOPs; a multiply-add is 2.
+    """Model and its FLOPs. A multiply-add counts as 2.
 
     Attributes:
-        model: not yet trained or compiled.
-        inputs: its arguments.
-        forward: of the forward.
-        first: of the first layer, where its input needs no gradient.
-        layers: names of the modules to checkpoint; none where the model has a switch of its own.
-        again: of the forward of what is checkpointed.
-        masked: of the pairs of query and key that ``is_causal`` removes; in none of the others.
-        scores: of the attention scores, where a fused kernel computes them again in its backward.
+        model: untrained and not compiled.
+        inputs: arguments of the model.
+        forward: FLOPs of the forward.
+        first: FLOPs of the first layer, if its input needs no gradient.
+        layers: names of the modules to checkpoint, empty for a model with its own checkpoint option.
+        again: FLOPs of the forward of the checkpointed parts.
+        masked: FLOPs of the pairs of query and key that ``is_causal`` removes. No other attribute includes them.
+        scores: FLOPs of the attention scores, if a fused kernel computes them again in its backward.
     """
 
     model: nn.Module
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def backward(self) -> int:
-        """Two products for each of the forward's: the gradients of both factors."""
+        """FLOPs of the backward. Each product of the forward has two in the backward: the gradients of both factors."""
         return 2 * self.forward - self.first
 
 
@@ -71,7 +71,7 @@ class Row:
 
 
 def convolution(size: int, kernel: int, ins: int, outs: int, groups: int = 1) -> int:
-    """Of one image, with ``size`` x ``size`` results."""
+    """Return the FLOPs of a convolution for one image, with ``size`` x ``size`` results."""
     return 2 * size**2 * kernel**2 * ins * outs // groups
 
 
@@ -83,7 +83,7 @@ def mlp() -> Row:
 
 
 def resnet50(batch: int = 2, size: int = 64) -> Row:
-    """Bottlenecks of 1 x 1, 3 x 3 (which strides) and 1 x 1, and a 1 x 1 beside the first of each stage."""
+    """Return a ResNet: bottlenecks of 1 x 1, strided 3 x 3 and 1 x 1. Each stage starts with a 1 x 1 shortcut."""
     stem, ins, blocks = convolution(size // 2, 7, 3, 64), 64, 0
     for stage, (repeats, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
         out = size // (4 << stage)
@@ -97,7 +97,7 @@ def resnet50(batch: int = 2, size: int = 64) -> Row:
 
 
 def convnext(batch: int = 2, size: int = 64) -> Row:
-    """Blocks of a 7 x 7 for each channel alone and two products of one pixel; 2 x 2 between the stages."""
+    """Return a ConvNeXt: blocks of a depthwise 7 x 7 and two 1 x 1, and a 2 x 2 between stages."""
     stem, blocks, between = convolution(size // 4, 4, 3, 96), 0, 0
     for stage, repeats in enumerate((3, 3, 9, 3)):
         out, width = size // (4 << stage), 96 << stage
@@ -108,7 +108,7 @@ def convnext(batch: int = 2, size: int = 64) -> Row:
 
 
 def efficientnet(batch: int = 2, size: int = 64) -> Row:
-    """Blocks that widen by 1 x 1, filter each channel alone, squeeze and excite, and narrow by 1 x 1."""
+    """Return an EfficientNet: blocks that widen by 1 x 1, filter depthwise, squeeze and excite, narrow by 1 x 1."""
     stem, out, ins, blocks = convolution(size // 2, 3, 3, 32), size // 2, 32, 0
     stages = ((1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3),
               (6, 5, 1, 112, 3), (6, 5, 2, 192, 4), (6, 3, 1, 320, 1))  # fmt: skip
@@ -138,7 +138,7 @@ def image_row(
     name: str, batch: int, size: int, first: int, blocks: int, rest: int, layers: tuple[str, ...], scores: int = 0,
     **options: Any,
 ) -> Row:  # fmt: skip
-    """FLOPs are of one image."""
+    """Return the row of an image model. The FLOPs are of one image."""
     model = imported("torchvision.models").get_model(name, weights=None, **options)
     return Row(
         model, {"x": torch.randn(batch, 3, size, size)}, batch * (first + blocks + rest), batch * blocks, batch * first,
@@ -150,7 +150,7 @@ def image_row(
 
 
 def pairs(length: int) -> int:
-    """Of query and key, without those that a causal mask removes."""
+    """Return the number of pairs of query and key under a causal mask."""
     return length * (length + 1) // 2
 
 
@@ -160,7 +160,7 @@ def tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def gpt2(transformers, batch: int = 2, length: int = 16, attention: str = "sdpa", **sizes: int) -> Row:
-    """Layers of 12 x width^2 weights; its dropout keeps the CPU from fusing attention."""
+    """Return a GPT-2, whose layers have 12 x width^2 weights. Dropout keeps the CPU from fusing attention."""
     sizes = sizes or {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     config = transformers.GPT2Config(
         **sizes, attn_implementation=attention, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
@@ -176,7 +176,10 @@ def gpt2(transformers, batch: int = 2, length: int = 16, attention: str = "sdpa"
 def llama(
     transformers, batch: int = 2, length: int = 16, attention: str = "sdpa", window: int | None = None, **sizes: int
 ) -> Row:
-    """Keys and values of fewer heads than queries; with a window it is Mistral, whose mask is a tensor."""
+    """Return a Llama, which has fewer key and value heads than query heads. With a window it is a Mistral.
+
+    Mistral's mask is a tensor.
+    """
     sizes = sizes or {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                       "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     name = "Llama" if window is None else "Mistral"
@@ -210,7 +213,7 @@ def bert(transformers, batch: int = 2, length: int = 16) -> Row:
 
 
 class LstmModel(nn.Module):
-    """Its initial state is learned, so every product of the backward is asked for, cell by cell or fused."""
+    """LSTM with a learned initial state, so that the backward computes every product, cell by cell or fused."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, depth: int):
         super().__init__()
@@ -279,13 +282,13 @@ def test_compiled_by_inductor():
 
 
 def test_checkpointed(row):
-    """The same model FLOPs; the hardware computes the layers once more."""
+    """Checkpoints keep the model FLOPs. The hardware computes the layers once more."""
     if row.layers:
         for name in row.layers:
             repeat(row.model.get_submodule(name))
     else:
         row.model.gradient_checkpointing_enable()
-    with set_checkpoint_early_stop(False):  # else a layer's last product is left out
+    with set_checkpoint_early_stop(False):  # otherwise the last product of a layer is left out
         check(row, row.model, row.again)
 
 
@@ -304,7 +307,7 @@ def test_image_models_take_what_torchvision_publishes(build):
     check(replace(row, scores=0), row.model)  # meta tensors are not fused
     name = {resnet50: "resnet50", convnext: "convnext_tiny", efficientnet: "efficientnet_b0", vit_b_16: "vit_b_16"}
     multiply_adds = imported("torchvision.models").get_model_weights(name[build]).DEFAULT.meta["_ops"] * 1e9
-    assert row.forward / 2 == pytest.approx(multiply_adds, rel=1e-3, abs=5e5)  # printed with three decimals
+    assert row.forward / 2 == pytest.approx(multiply_adds, rel=1e-3, abs=5e5)  # published with three decimals
 
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -313,7 +316,7 @@ LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32
 @pytest.mark.parametrize(
     ("build", "length", "sizes", "parameters"),
     [
-        # Parameters that multiply: the published number without tables that are looked up, biases and norms.
+        # Parameters that multiply: the published number without embeddings, biases and norms.
         (gpt2, 1024, {"n_layer": 12, "n_embd": 768}, 124_439_808 - 1024 * 768 - 12 * 13 * 768 - 2 * 768),
         (llama, 4096, {**LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
          6_738_415_616 - 32000 * 4096 - 65 * 4096),
@@ -323,7 +326,7 @@ LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32
     ids=["GPT-2 124M", "Llama-2-7B", "Llama-3-8B"],
 )  # fmt: skip
 def test_language_models_take_what_palm_says(transformers, build, length, sizes, parameters):
-    """``dense`` is the 6N + 12LHQT a token of PaLM's appendix B."""
+    """``dense`` is the 6N + 12LHQT per token of PaLM's appendix B."""
     with torch.device("meta"):
         row = build(transformers, 1, length, **sizes)
     check(replace(row, scores=0), row.model)
@@ -332,7 +335,7 @@ def test_language_models_take_what_palm_says(transformers, build, length, sizes,
     assert row.forward + row.backward + 3 * row.masked == length * (6 * parameters + 12 * layers * width * length)
 
 
-# ---- what a mask makes of attention ----------------------------------------------------------------------------------
+# ---- effects of a mask on attention ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])
@@ -341,7 +344,10 @@ def test_language_models_take_what_palm_says(transformers, build, length, sizes,
     [("sdpa", None, True), ("sdpa", "full", True), ("sdpa", "padded", False), ("eager", None, False)],
 )
 def test_attention_of_transformers(transformers, build, attention, mask, causal):
-    """It says ``is_causal`` to SDPA where nothing is padded; else it makes a mask, and every score is computed."""
+    """Without padding, transformers passes ``is_causal`` to SDPA.
+
+    With padding it passes a mask, and all scores are computed.
+    """
     row = build(transformers, attention=attention)
     if mask is not None:
         row.inputs["attention_mask"] = torch.ones_like(row.inputs["input_ids"])

@@ -1,4 +1,4 @@
-"""NVTX ranges, heard by a real tool of its protocol; without one there is nothing to hear."""
+"""NVTX ranges, recorded by a real tool of the NVTX protocol. Without a tool, no range is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks: every row by value, real device names and their look-alikes, the clock, and what is measured here."""
+"""Peaks: values of all rows, real device names and similar ones, the clock, and measured peaks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.mfu.harness import SimulatedProducts, forgotten_warnings
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
-# Typed a second time: dense TFLOPS, and the boost clock (MHz) of tensor cores where NVIDIA prints one.
+# Independent copy: dense TFLOPS, and the boost clock (MHz) of tensor cores where NVIDIA publishes one.
 SHEETS = {
-    # name as nvidia-smi prints it: (fp16, bf16, tf32, fp32, fp8, clock)
+    # name as in nvidia-smi: (fp16, bf16, tf32, fp32, fp8, clock)
     "Tesla V100-SXM2-16GB": (125, None, None, 15.7, None, 1530),
     "Tesla V100-PCIE-32GB": (112, None, None, 14, None, 1370),
     "Tesla V100S-PCIE-32GB": (130, None, None, 16.4, None, 1597),
@@ -68,10 +68,10 @@ def test_every_row_is_in_this_table():
 
 @pytest.mark.parametrize("name", [name for name, sheet in SHEETS.items() if sheet[-1]])
 def test_rows_agree_with_their_own_clocks(name):
-    """SMs x FLOPs a cycle x rated clock is the printed peak: a figure that counts sparsity would be twice as much."""
+    """SMs x FLOPs per cycle x rated clock is the published peak. A figure with sparsity would be twice as large."""
     clock = SHEETS[name][-1]
     assert clock_peak_flops(name, FP16, clock_mhz=clock) == pytest.approx(peak_flops(name, FP16), rel=0.01)
-    # CUDA cores are rated at a clock of their own, up to a sixth away.
+    # The rated clock of CUDA cores differs by up to a sixth.
     assert clock_peak_flops(name, FP32, clock_mhz=clock) == pytest.approx(peak_flops(name, FP32), rel=0.16)
     assert clock_peak_flops(name, FP16, clock_mhz=clock / 2) == pytest.approx(
         clock_peak_flops(name, FP16, clock_mhz=clock) / 2
@@ -82,7 +82,7 @@ def test_rows_agree_with_their_own_clocks(name):
     ("name", "row"),
     [
         ("Tesla V100-SXM3-32GB", "V100 SXM"),
-        ("A100-SXM4-40GB", "A100"),  # drivers before 470 have no NVIDIA
+        ("A100-SXM4-40GB", "A100"),  # drivers before 470 omit "NVIDIA"
         ("NVIDIA A100-PCIE-40GB", "A100"),
         ("NVIDIA A100 80GB PCIe", "A100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
@@ -168,7 +168,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def products(cache):
-    """Matrix products that take given times."""
+    """Simulate matrix products that take given times."""
     with (
         simulated_time(tick=0.0) as clock,
         mock.patch.object(torch, "matmul", SimulatedProducts(clock)) as products,

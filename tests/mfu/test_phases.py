@@ -1,4 +1,4 @@
-"""Times of steps and phases, measured in simulated time that the tests advance."""
+"""Times of steps and phases, in simulated time that the tests advance."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def delayed_loop(clock: SteadyClock) -> Reading:
                     with step.phase(name):
                         clock.advance(seconds)
                     clock.advance(0.002)
-            clock.advance(0.003)  # the last one follows the training
+            clock.advance(0.003)  # the last one comes after the training
     return counter.total
 
 

@@ -1,4 +1,4 @@
-"""FLOPs by signature: each is counted once, and what counting takes is bounded."""
+"""FLOPs by signature: each signature is counted once, and the time for counting is limited."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_ragged_dimension_is_nobody_elses_size() -> None:
 
 
 class Emptied(Tensor):
-    """Empties the batch that it is part of when it is asked for its dtype."""
+    """Tensor that empties its batch when its dtype is read."""
 
     batch: Any = None
 
@@ -111,7 +111,7 @@ def test_a_batch_may_change_meanwhile(kind: Any) -> None:
 
 
 class Odd(Tensor):
-    """A tensor that cannot tell what it is."""
+    """Tensor with attributes that are wrong or raise."""
 
     wrong: str
 
@@ -200,7 +200,7 @@ def test_each_signature_is_counted_once(clock: Clock) -> None:
 def test_counting_takes_two_per_cent_of_the_time_at_most(clock: Clock) -> None:
     counting = Counting(clock)
     work = CountedWork(counting)
-    for size in range(1, 400):  # a step a second, no two alike
+    for size in range(1, 400):  # one step per second, all of different shapes
         work(torch.ones(size))
         clock.advance(1.0)
     assert 7 <= len(counting.counted) <= 9

@@ -1,4 +1,4 @@
-"""What is said about an MFU: compared with its own kind, and with what limits it named."""
+"""Verdict on an MFU: comparison with models of the same family, and the limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rnn(nn.Module):
         (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 4)), torch.ones(2, 3, 8, 8), CONVOLUTIONAL),
         (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.ones(2, 5, 16), TRANSFORMER),
         (
-            nn.Sequential(nn.Conv1d(4, 16, 1), nn.TransformerEncoderLayer(16, 2, 32)),  # a ViT's patches
+            nn.Sequential(nn.Conv1d(4, 16, 1), nn.TransformerEncoderLayer(16, 2, 32)),  # patches of a ViT
             torch.ones(2, 4, 16),
             TRANSFORMER,
         ),
@@ -68,9 +68,9 @@ def phases(**seconds: float) -> Phases:
         ({"phases": phases(forward=0.6, h2d=0.4)}, "transfer-bound", "40 %"),
         ({"phases": phases(forward=0.8, host_idle=0.2)}, "host-bound", "20 %"),
         ({"phases": phases(forward=1.0), "stall_fraction": 0.5}, "small-or-memory-bound-kernels", ""),
-        ({"throttle": ("power limit",), "utilisation": 1.0}, "clocks-throttled", "power limit"),
-        ({"utilisation": 0.5}, "launch-bound", ""),
-        ({"utilisation": 0.99}, "small-or-memory-bound-kernels", ""),
+        ({"throttle": ("power limit",), "utilization": 1.0}, "clocks-throttled", "power limit"),
+        ({"utilization": 0.5}, "launch-bound", ""),
+        ({"utilization": 0.99}, "small-or-memory-bound-kernels", ""),
     ],
 )
 def test_the_limit_is_named(where: dict[str, Any], code: str, fact: str) -> None:
@@ -80,7 +80,7 @@ def test_the_limit_is_named(where: dict[str, Any], code: str, fact: str) -> None
 
 
 def test_an_mfu_within_the_usual_range_stands_out_in_nothing() -> None:
-    told = str(judge(0.45, "the data sheet's peak in bf16", TRANSFORMER, utilisation=0.99, stall_fraction=0.01))
+    told = str(judge(0.45, "the data sheet's peak in bf16", TRANSFORMER, utilization=0.99, stall_fraction=0.01))
     assert re.match(r"MFU 45\.0 % .*the data sheet's peak in bf16.*\b40 .*\b60 %.*PaLM", told)
     assert re.search(r"NVML.* 99 %", told)
     assert reasons(told) & LIMITS == {"no-limit-found"}
@@ -112,7 +112,7 @@ def test_a_run_passes_judgement() -> None:
     assert run.stats.mfu is not None
     assert run.verdict.mfu == pytest.approx(run.stats.mfu)
     assert run.verdict.family is DENSE
-    assert run.verdict.utilisation is None
+    assert run.verdict.utilization is None
     flops = count_flops(lambda x, y: nn.functional.mse_loss(model(x), y).backward(), *batches[0]).total
     assert run.stats.total.flops_per_second * run.stats.total.seconds == pytest.approx(8 * flops)
 

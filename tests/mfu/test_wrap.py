@@ -1,4 +1,4 @@
-"""A wrapped model counts its own steps, whatever loop trains it; nothing else about it changes."""
+"""Wrapped models, which count their steps in any training loop, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
     del model
     gc.collect()
     assert [each() for each in gone] == [None, None]
-    assert len(_global_optimizer_post_hooks) == hooks  # one for all
+    assert len(_global_optimizer_post_hooks) == hooks  # one hook for all models
     assert counter.steps >= 2
 
 
@@ -314,7 +314,7 @@ class Output:
 
 
 class Odd(nn.Linear):
-    """Returns what it is told to."""
+    """Layer that returns the result of a given function."""
 
     make: Callable[[Tensor], Any]
 
@@ -327,7 +327,7 @@ class Odd(nn.Linear):
     [
         (lambda y: Output(y.sum(), (y, y * 2)), lambda output: output.loss),
         (lambda y: (y, [y, None]), lambda output: output[1][0].sum()),
-        (lambda y: y, lambda y: y.mul_(2).sum()),  # in place behind the hook
+        (lambda y: y, lambda y: y.mul_(2).sum()),  # changes the output in place after the hook
     ],
     ids=["dataclass", "nested", "in place"],
 )
@@ -459,7 +459,7 @@ class Meta(type):
 
 
 class Registered(nn.Linear, metaclass=Meta):
-    """Slots, a metaclass, a registry of subclasses, pickling and calls of its own."""
+    """Class with slots, a metaclass, a registry of subclasses, and its own pickling and calls."""
 
     __slots__ = ("calls",)
     names: ClassVar[list[str]] = []
@@ -495,7 +495,7 @@ def test_classes_with_ways_of_their_own_are_wrapped() -> None:
 
 
 def test_several_processes_do_not_count_by_themselves() -> None:
-    """One of them would wait for the others in the middle of a count."""
+    """One process would wait for the other in the middle of a count."""
     counter, model = MfuCounter(peak_flops=1e12, device="cpu"), mlp()
     counter.wrap(model)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -551,7 +551,7 @@ def test_a_wrapped_part_of_a_compiled_whole_is_left_alone() -> None:
 
 
 def test_a_step_that_another_thread_has_taken_is_not_taken_twice() -> None:
-    """Reading a counter finishes the last step of another thread, which may finish the same step concurrently."""
+    """A reading finishes the last step of another thread, which may finish the same step at the same time."""
     counter, model = MfuCounter(1.0, device="cpu"), mlp()
     counter.wrap(model)
     model(torch.ones(3, 8))

@@ -1,4 +1,4 @@
-"""Fake ``pynvml`` with the names of the real module. It replays a recording, and fails or hangs on request."""
+"""Fake ``pynvml`` with the names of the real module. The fake replays a recording, and fails or hangs on request."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ class Handle:
 
 @dataclass
 class FakeNvml:
-    """Stands in for the module ``pynvml``.
+    """Fake of the module ``pynvml``.
 
     Attributes:
         boards: the GPUs, in the order of NVML.
         failures: function to the name of the error that it raises.
-        before: called with each function's name before it answers: counts, hangs.
-        memory_v2: whether the driver tells its own share apart.
-        metrics: GPM's metric to the code and value of its answer; with an error: what was in the memory before.
+        before: function that is called with the name of each function before the answer, to count or to hang.
+        memory_v2: True if the driver reports its own share of the memory.
+        metrics: GPM's metric to the code and value of its answer. With an error, the value is old memory content.
     """
 
     boards: tuple[Board, ...] = (H100,)
@@ -194,7 +194,7 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> SimpleNamespace:
         if version and not self.memory_v2:
             raise CLASSES["FunctionNotFound"]
-        reserved = 0 if version else 500_000_000  # the first version counts the driver's share as used
+        reserved = 0 if version else 500_000_000  # version 1 counts the driver's share as used
         return SimpleNamespace(total=handle.board.memory_total, used=handle.board.memory_used + reserved)
 
     def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:

@@ -24,7 +24,7 @@ from tests.monitor.fake_nvml import FakeNvml
 
 
 class System:
-    """Installs fakes for the monitor, until the test ends."""
+    """Fakes for the monitor, installed until the test ends."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
         self._patch, self._root, self._moved = patch, root, False
@@ -69,7 +69,7 @@ class System:
         put_files(self._root, files)
 
     def clock(self) -> Clock:
-        """Stop the time. Only the test advances it."""
+        """Stop the time. Only the test advances the clock."""
         clock = Clock(tick=0.0)
         self._patch.setattr(time, "monotonic", clock)
         return clock
@@ -94,7 +94,7 @@ def gpus(*, dcgm: bool = False) -> nvml.Gpus:
 def remembers(root: object, pid: int) -> bool:
     """Return whether any dictionary reachable from an object has a key that begins with this process number.
 
-    No public value shows what the monitor forgets, because a key also holds the start time of its process.
+    No public value shows that the monitor forgets a key, because a key also holds the start time of its process.
     """
     values: list[Any] = [root]
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Made-up samples of the monitor."""
+"""Invented samples of the monitor."""
 
 from __future__ import annotations
 

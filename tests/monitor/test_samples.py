@@ -1,4 +1,4 @@
-"""Samples as JSON lines, the sampler and its thread, host and processes."""
+"""Samples as JSON lines, sampler and its thread, host and processes."""
 
 import collections
 import contextlib
@@ -27,7 +27,7 @@ from tests.monitor.fake_nvml import A100, H100
 from tests.monitor.harness import System, remembers
 from tests.reasons import missing
 
-SAFETY = 30  # seconds, never reached where things work
+SAFETY = 30  # seconds: a timeout that only a failing test reaches
 
 
 @given(st.data())
@@ -277,7 +277,7 @@ def test_without_psutil_memory_is_known_and_the_rest_has_a_reason(system: System
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_sampling_continues_without_free_file_descriptors() -> None:
-    """A training that runs out of file descriptors: psutil lets the system's own errors through."""
+    """psutil does not convert the system's own errors for a training without free file descriptors."""
     pytest.importorskip("psutil")
 
     def work() -> None:
@@ -393,7 +393,7 @@ def test_only_the_cpus_that_may_be_used_count_and_waiting_for_a_disk_is_idle(sys
     )
     system.psutil(cpu_times=lambda percpu: next(looks))
     system.cpus(1)
-    system.files({})  # no container's limits
+    system.files({})  # no limits of a container
     clock = system.clock()
     looker = host.Host()
     assert looker.sample().cpu_percent is None
@@ -410,7 +410,7 @@ def test_rates_survive_counters_that_restart() -> None:
 
 
 def test_each_sample_reads_the_private_memory_of_at_most_one_process(system: System) -> None:
-    """Reading it walks all pages of a process, so the monitor spends 1 % of the time on it."""
+    """A reading walks all pages of a process, so the monitor spends only 1 % of the time on readings."""
     pytest.importorskip("psutil")
     asked: list[int] = []
     clock = system.clock()

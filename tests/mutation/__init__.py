@@ -1,1 +1,1 @@
-"""Mutation testing: see README.md."""
+"""Mutation testing. See README.md."""

@@ -1,4 +1,4 @@
-"""Make mutants, and run the tests that cover each: ``python -m tests.mutation --help``."""
+"""Make mutants, and run the tests that cover each mutant: ``python -m tests.mutation --help``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coverage import CoverageData
 from tests.mutation.mutants import FILE, SOURCES, Mutant, Place, find, make, read
 
 _TESTS = 60  # per mutant: the tests that cover it and the fewest other lines
-_CPU_SECONDS, _SECONDS = 120, 900  # limits per mutant, which may loop or wait forever
+_CPU_SECONDS, _SECONDS = 120, 900  # limits per mutant, because a mutant may loop or wait forever
 
 
 class Covering:
@@ -61,7 +61,7 @@ def outcome(mutant: Mutant, place: Place, tests: list[str]) -> str:
 
 
 def pytest_status(tests: list[str]) -> int | None:
-    """Return the exit status of pytest; None after too much time."""
+    """Return the exit status of pytest, or None after the time limit."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
         stdout=subprocess.DEVNULL,
@@ -74,7 +74,7 @@ def pytest_status(tests: list[str]) -> int | None:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ends processes that tests have started, too
+            os.killpg(process.pid, signal.SIGKILL)  # also ends processes that tests have started
     return None if status in (-signal.SIGXCPU, -signal.SIGKILL) else status
 
 

@@ -1,4 +1,7 @@
-"""Small changes of flatout's sources. The text of an expression or statement locates each, also in another file."""
+"""Small changes of flatout's sources.
+
+Each is located by the text of its expression, also after a move to another file.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ class Mutant:
 
     Attributes:
         subject: key of ``SUBJECTS``.
-        file: path relative to ``SOURCES``; the file may have moved since the mutant was drawn.
-        function: name of the innermost function that holds ``before``; empty at module level.
+        file: path relative to ``SOURCES``. The file may have moved since the mutant was drawn.
+        function: name of the innermost function that holds ``before``, empty at module level.
         before: the expression or statement, as ``ast.unparse`` writes it.
         nth: position among the equal ones in that function, from 0.
         after: replacement of ``before``.
@@ -128,7 +131,7 @@ def find(mutants: Sequence[Mutant]) -> list[Place | None]:
 
 
 def _find(mutant: Mutant, files: dict[Path, dict[tuple[str, str, int], Place]]) -> Place | None:
-    before = ast.unparse(ast.parse(mutant.before))  # as this version of Python writes the text
+    before = ast.unparse(ast.parse(mutant.before))  # in the form that this version of Python writes
     key = mutant.function, before, mutant.nth
     home = SOURCES / mutant.file
     if place := files.get(home, {}).get(key):

@@ -1,4 +1,4 @@
-"""Mutants keep their places: a refactoring that loses one also gives it an equivalent."""
+"""Places of mutants after a refactoring: a lost mutant must be replaced by an equivalent one."""
 
 from __future__ import annotations
 

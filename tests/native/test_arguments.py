@@ -1,4 +1,4 @@
-"""Arguments that native calls must refuse, or make something of, where they once crashed the process."""
+"""Arguments that once crashed the process, and that native calls must now refuse or handle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_weight_that_moved_makes_the_bucket_stale():
     bucket = sgd_bucket(weight)
     weight.data = torch.zeros(2)
     assert ops.set_grads(bucket, [torch.ones(5)], []) == 1
-    step(bucket)  # of nothing
+    step(bucket)  # steps no tensor
     assert weight.tolist() == [0, 0]
     ops.free_bucket(bucket)
 
@@ -100,7 +100,7 @@ def test_a_weight_that_moves_before_the_step_keeps_its_new_values():
 def test_gradients_live_until_the_step():
     weight = torch.ones(100_000)
     bucket = sgd_bucket(weight)
-    assert ops.set_grads(bucket, [torch.full((100_000,), 0.5)], []) == 0  # nothing else holds it
+    assert ops.set_grads(bucket, [torch.full((100_000,), 0.5)], []) == 0  # the bucket holds the only reference
     step(bucket)
     assert weight.unique().tolist() == [0.5]
     ops.free_bucket(bucket)

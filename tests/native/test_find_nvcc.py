@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
-DEFAULT = re.search(r'FLATOUT_CUDA_ARCHS "(.+?)"', (ROOT / "CMakeLists.txt").read_text())[1]  # type: ignore[index]
+ALL = "75-real;80-real;86-real;89-real;90-real;100-real;120"
 TOOLKITS = {
     "11.5": (50, 60, 70, 75, 80, 86),
     "12.0": (50, 60, 70, 75, 80, 86, 89, 90),
@@ -55,7 +55,15 @@ class Machine:
         nvcc.chmod(0o755)
         return nvcc
 
-    def choose(self, cuda: str = "AUTO", archs: str = DEFAULT, **variables: str) -> Choice:
+    def insert_gpus(self, *capabilities: str, status: int = 0) -> None:
+        """Add an nvidia-smi that lists GPUs."""
+        nvidia_smi = self.root / "usr/bin/nvidia-smi"
+        nvidia_smi.parent.mkdir(parents=True, exist_ok=True)
+        lines = " ".join(f"'{capability}'" for capability in capabilities)
+        nvidia_smi.write_text(f"#!/bin/sh\nprintf '%s\\n' {lines}\nexit {status}\n")
+        nvidia_smi.chmod(0o755)
+
+    def choose(self, cuda: str = "AUTO", archs: str = "AUTO", **variables: str) -> Choice:
         script = self.root / "choose.cmake"
         script.write_text(
             "cmake_minimum_required(VERSION 3.25)\n"
@@ -112,10 +120,10 @@ def test_an_nvcc_of_the_path_is_found_by_its_name(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("version", "archs", "kept"),
     [
-        ("13.0", DEFAULT, DEFAULT),
-        ("12.8", DEFAULT, DEFAULT),
+        ("13.0", "ALL", ALL),
+        ("12.8", "ALL", ALL),
         # The toolkit lacks the architecture with PTX, so PTX moves to the newest remaining one.
-        ("12.1", DEFAULT, "75-real;80-real;86-real;89-real;90"),
+        ("12.1", "ALL", "75-real;80-real;86-real;89-real;90"),
         ("12.1", "100-real;120-virtual;90-real;80-real", "90;80-real"),
         ("12.1", "80;90-virtual;120", "80;90-virtual"),
         # PTX of 90a does not run on newer GPUs.
@@ -139,9 +147,76 @@ def test_architectures_that_the_toolkit_lacks_are_left_out(
         assert "CMake Warning" not in choice.messages
 
 
+def test_a_build_for_others_has_all_architectures(machine: Machine) -> None:
+    machine.install("/usr/local/cuda/bin", "13.0")
+    assert machine.choose().archs == ALL
+    machine.insert_gpus("9.0")
+    assert machine.choose(archs="ALL").archs == ALL
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "archs"),
+    [
+        ("13.0", ["9.0"], "90-real"),
+        ("13.0", ["9.0"] * 8, "90-real"),
+        ("13.0", ["8.6", "12.0", "8.6"], "86-real;120-real"),
+        ("13.0", ["12.1"], "121-real"),
+        # The toolkit is older than the GPU, which compiles the PTX of an older architecture.
+        ("12.8", ["10.3"], "100"),
+        ("12.1", ["12.0"], "90"),
+        ("12.1", ["9.0", "12.0"], "90"),
+        # The toolkit is newer than a GPU.
+        ("13.0", ["7.0", "9.0"], "90-real"),
+        # nvidia-smi of an old driver, and one without a GPU.
+        ("13.0", ['Field "compute_cap" is not a valid field to query.'], ALL),
+        ("13.0", ["No devices were found"], ALL),
+        ("13.0", ["[N/A]"], ALL),
+    ],
+)
+def test_a_build_on_a_machine_with_gpus_is_for_them(
+    machine: Machine, version: str, gpus: list[str], archs: str
+) -> None:
+    machine.install("/usr/local/cuda/bin", version)
+    machine.insert_gpus(*gpus)
+    assert machine.choose().archs == archs
+
+
+def test_gpus_that_the_toolkit_no_longer_supports(machine: Machine) -> None:
+    machine.install("/usr/local/cuda/bin", "13.0")
+    machine.insert_gpus("6.1", "7.0")
+    choice = machine.choose()
+    assert (choice.status, choice.nvcc) == (0, "")
+    assert "CMake Warning" in choice.messages
+    assert machine.choose("ON").status != 0
+
+
+@pytest.mark.parametrize(
+    ("listed", "archs"),
+    [
+        ("8.0", "80-real"),
+        ("8.0;9.0+PTX", "80-real;90"),
+        ("8.0 9.0a 12.0+PTX", "80-real;90a-real;120"),
+        ("7.0 8.0", "80-real"),
+        ("", "86-real"),
+    ],
+)
+def test_the_variable_of_torch_names_the_architectures(machine: Machine, listed: str, archs: str) -> None:
+    machine.install("/usr/local/cuda/bin", "13.0")
+    machine.insert_gpus("8.6")
+    assert machine.choose(TORCH_CUDA_ARCH_LIST=listed).archs == archs
+    assert machine.choose(archs="90-real", TORCH_CUDA_ARCH_LIST=listed).archs == "90-real"
+
+
+def test_a_variable_of_torch_that_names_no_number(machine: Machine) -> None:
+    machine.install("/usr/local/cuda/bin", "13.0")
+    choice = machine.choose(TORCH_CUDA_ARCH_LIST="8.0;Hopper")
+    assert choice.status != 0
+    assert "Hopper" in choice.messages
+
+
 @pytest.mark.parametrize(
     ("version", "archs"),
-    [("11.5", DEFAULT), ("12.0", DEFAULT), ("", DEFAULT), ("12.1", "100-real;120"), ("13.0", "70-real")],
+    [("11.5", "ALL"), ("12.0", "ALL"), ("", "ALL"), ("12.1", "100-real;120"), ("13.0", "70-real")],
     ids=["too old", "a little too old", "without a version", "for older GPUs", "for newer GPUs"],
 )
 def test_a_toolkit_that_cannot_build_the_kernels(machine: Machine, version: str, archs: str) -> None:

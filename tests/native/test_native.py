@@ -17,7 +17,7 @@ def test_kernels_need_a_gpu() -> None:
 
 
 def test_each_device_is_asked_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine may hold a GPU that the kernels were compiled for beside one that they were not."""
+    """A machine may hold two GPUs, one of which the kernels were not compiled for."""
     monkeypatch.setattr(native, "_kernels_run", lambda device: device == 1)
     devices = [torch.device("cuda", index) for index in (0, 1)]
     assert [gradients.has_kernels(device) for device in devices] == [False, True]

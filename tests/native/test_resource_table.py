@@ -1,4 +1,4 @@
-"""Kernel code of nvcc, compared with the committed table."""
+"""Kernel resources assigned by nvcc, compared with the committed table."""
 
 from __future__ import annotations
 

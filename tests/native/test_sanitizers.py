@@ -16,7 +16,7 @@ PARTS = ["prefetch", "step_timer"]
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
-    """All of them at once: each is compiled, and mostly runs, on one core."""
+    """Start all programs at the same time, because compilation and most programs use one core each."""
     every = [(sanitizers, part) for part in PARTS for sanitizers in SANITIZERS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = {one: subprocess.Popen([ROOT / "tools/tsan.sh", *one], **pipes) for one in every}

@@ -17,7 +17,7 @@ from tests.noise.simulator import Machine, Scenario
 from tests.noise.trials import noise_pairs, updates_per_block
 
 LOG_GAINS = (0.47, 0.18, 0.13, 0.05, 0.03, 0.0, 0.0, -0.02, -0.10, -0.50)
-"""True log gains of ten factors. Those above 0 together give 2.36 times the speed."""
+"""True log gains of ten factors. The gains above 0 together give 2.36 times the speed."""
 
 
 @dataclass

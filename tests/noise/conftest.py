@@ -11,5 +11,5 @@ from flatout.tuning import trial
 
 @pytest.fixture(autouse=True)
 def the_same_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pairs be measured in the same random orders, whatever other tests have measured in this process."""
+    """Use the same random orders of pairs in each test, independent of earlier measurements in this process."""
     monkeypatch.setattr(trial, "_seeds", itertools.count())

@@ -72,12 +72,12 @@ while os.getppid() == parent:
     for _ in range(100_000):
         pass
 """
-"""Program that keeps a core busy until its parent has ended, however that happened."""
+"""Program that keeps a core busy until its parent has ended for any reason."""
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep ``count`` processes busy inside the block. They end with this process at the latest."""
+    """Keep ``count`` processes busy inside the block. The processes end with this process at the latest."""
     command = [sys.executable, "-S", "-c", SPIN, str(os.getpid())]
     with ExitStack() as stack:
         for _ in range(count):

@@ -31,7 +31,7 @@ SLOWEST = 4.0
 """Largest factor of step times by drift. Without a bound, slower steps give drift more time and never end."""
 
 LAYOUT = 0.003
-"""Standard deviation, in log time, between blocks whose tensors lie at different memory addresses."""
+"""Standard deviation, in log time, between blocks whose tensors have different memory addresses."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Scenario:
         trend: drift of the clock, in log time per second.
         contention: largest relative increase of the CPU time by busy processes, drawn for each step and each 0.1 s.
         refill: mean CPU time to refill the caches after a preemption, in seconds.
-        pause_every: seconds between garbage collections; 0 without any.
+        pause_every: seconds between garbage collections, 0 without garbage collections.
         pause_seconds: duration of a garbage collection.
         tail: share of the steps whose time is multiplied by a Pareto-distributed factor.
         throttled: factor of step times in every other period of three seconds, as in thermal throttling.

@@ -1,4 +1,4 @@
-"""Recorder of step times: its busy processes."""
+"""Recorder of step times, and its busy processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_busy_process_ends_with_a_killed_parent() -> None:
-    """The pipe of the output has its end when the last process that inherited it has ended."""
+    """The output pipe ends only when the last process that inherited the pipe has ended."""
     done = subprocess.run([sys.executable, "-c", PARENT, SPIN], capture_output=True, timeout=60)
     assert done.returncode == -9
     assert done.stderr == b""

@@ -1,4 +1,4 @@
-"""Recorded step times: the size of simulated noise in comparison, and the tuner's decisions on recordings."""
+"""Recorded step times, compared with simulated noise, and the tuner's decisions on recordings."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_simulated_wall_time_is_about_as_noisy_as_recorded(step: str, busy: int)
 
 @needs_compiler
 @pytest.mark.parametrize("busy", SCENARIO_OF)
-@pytest.mark.parametrize("step", list(STEPS)[1:])  # of the shortest step the tuner compares wall time
+@pytest.mark.parametrize("step", list(STEPS)[1:])  # the tuner compares the shortest step by wall time
 def test_simulated_cpu_time_is_about_as_noisy_as_recorded(step: str, busy: int) -> None:
     ratio = spread(simulated_blocks(step, busy), "cpu") / spread(recorded_blocks(step, busy), "cpu")
     assert 1 / LARGEST_FACTOR < ratio < LARGEST_FACTOR

@@ -1,9 +1,9 @@
-"""The update path's arithmetic in float64, each number with a bound on what float32 may make of it.
+"""Arithmetic of the update path in float64. Each number has a bound on its float32 error.
 
-Written from the papers and from torch's documentation, one expression per line of theirs, sharing nothing with the
-library. A float32 kernel that computes these expressions in any order, with or without fused multiply-adds, and rounds
-once where it stores, must land on a value that some number inside the bounds rounds to: :func:`assert_rounded_once`
-accepts that and nothing else, whatever the dtype.
+The expressions follow the papers and torch's documentation line by line, and share no code with the library. A float32
+kernel may compute the expressions in any order, with or without fused multiply-adds, and rounds once when it stores.
+The stored value must be the rounding of some number within the bounds. :func:`assert_rounded_once` accepts no other
+value, in any dtype.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Four half-units in the last place for every operation: kernels fold constants (lr / bias correction) that stand
-# apart here, so that one operation of theirs is a few of ours, in another order.
+# Four half-units in the last place for every operation, because kernels fold constants (lr / bias correction) that
+# are separate here. One operation of a kernel is then several operations here, in another order.
 UNIT = {torch.float32: 4 * 2.0**-24, torch.float64: 4 * 2.0**-53}
 TINY = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 
 
 class Near:
-    """A float64 number (or tensor) and how far arithmetic in ``dtype`` may be from it."""
+    """Number or tensor in float64, with the possible error of arithmetic in ``dtype``."""
 
     def __init__(self, value: Any, error: Any = 0.0, dtype: torch.dtype = torch.float32):
         self.value = torch.as_tensor(value, dtype=torch.float64)
@@ -31,7 +31,7 @@ class Near:
         return Near(value, error + value.abs() * UNIT[self.dtype] + TINY[self.dtype], self.dtype)
 
     def _other(self, other: Any) -> Near:
-        """A number that is not measured but given: exact in float64, rounded once in ``dtype``."""
+        """Convert a given number, which is exact in float64 and rounded once in ``dtype``."""
         return other if isinstance(other, Near) else Near(other, abs(other) * UNIT[self.dtype], self.dtype)
 
     def __add__(self, other: Any) -> Near:
@@ -69,10 +69,10 @@ class Near:
 
 
 def assert_rounded_once(actual: Tensor, expected: Near, what: str = "") -> None:
-    """``actual`` is what some number within the bounds of ``expected`` rounds to (to nearest) in its dtype.
+    """Check that ``actual`` is the rounding to nearest of some number within the bounds of ``expected``.
 
-    Rounding is monotone, so it lies between the two rounded bounds: one value nearly everywhere in 16-bit dtypes, two
-    where the float64 result is within float32 error of a boundary.
+    Rounding is monotone, so ``actual`` lies between the two rounded bounds. In 16-bit dtypes these bounds are mostly
+    equal. They differ if the float64 result is within float32 error of a boundary.
     """
     low, high = expected.low.to(actual.dtype), expected.high.to(actual.dtype)
     right = (low <= actual) & (actual <= high)
@@ -80,16 +80,16 @@ def assert_rounded_once(actual: Tensor, expected: Near, what: str = "") -> None:
 
 
 def assert_rounded_either_way(actual: Tensor, expected: Near, what: str = "") -> None:
-    """``actual`` (bfloat16) is a neighbour of a number within the bounds: what stochastic rounding may give."""
+    """Check that ``actual`` (bfloat16) is a neighbor of a number within the bounds, as stochastic rounding may give."""
     low, high = _truncated(expected.low, torch.floor), _truncated(expected.high, torch.ceil)
     right = (low <= actual.double()) & (actual.double() <= high)
     assert right.all(), _complaint(actual, expected, low, high, right, what)
 
 
 def _truncated(value: Tensor, direction: Any) -> Tensor:
-    """``value`` rounded to bfloat16 down (floor) or up (ceil), in float64."""
+    """Return ``value`` rounded to bfloat16 down (floor) or up (ceil), in float64."""
     _, exponent = torch.frexp(value)
-    unit = torch.exp2(exponent.clamp(min=-125).double() - 8)  # 8 significant bits; subnormals share the last unit
+    unit = torch.exp2(exponent.clamp(min=-125).double() - 8)  # 8 significant bits, and subnormals share the last unit
     return direction(value / unit) * unit
 
 
@@ -100,10 +100,10 @@ def _complaint(actual: Tensor, expected: Near, low: Tensor, high: Tensor, right:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 weight behind a bfloat16 parameter and its int16 remainder.
+    """Return the float32 weight of a bfloat16 parameter and its int16 remainder.
 
-    Its bits are (bfloat16 bits << 16) + remainder. Beside a zero or an infinity that somebody wrote over the parameter
-    that may be no number; then it is what was written.
+    The bits of the weight are (bfloat16 bits << 16) + remainder. If other code has written a zero or an infinity to the
+    parameter, these bits may be a NaN. The weight then equals the parameter.
     """
     upper = high.contiguous().view(torch.int16).to(torch.int32) << 16
     weight = (upper + remainder.to(torch.int32)).view(torch.float32)
@@ -111,7 +111,7 @@ def join(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 def away_from_zero(weight: Tensor) -> Tensor:
-    """float32 rounded to the nearest bfloat16, ties away from zero."""
+    """Round float32 to the nearest bfloat16, ties away from zero."""
     bits = weight.contiguous().view(torch.int32).long() + 0x8000
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -120,7 +120,7 @@ def away_from_zero(weight: Tensor) -> Tensor:
 
 
 def dynamic_map(has_sign: bool) -> Tensor:
-    """[256] float64, ascending: the paper's dynamic tree map, decade by decade."""
+    """Return the dynamic tree map of the paper, decade by decade: [256] float64, ascending."""
     numbers = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, (2**i if has_sign else 2 ** (i + 1)) + 1, dtype=torch.float64)
@@ -138,14 +138,14 @@ def nearest_code(ratio: Tensor, has_sign: bool) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """The elements of a dense tensor one after the other, as they (or those of ``like``) lie in memory."""
+    """Return the elements of a dense tensor in the order of memory of this tensor, or of ``like``."""
     if like is not None:
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def decoded(codes: Tensor, absmax: Tensor, has_sign: bool) -> Tensor:
-    """The numbers that codes stand for, in float64, with their shape and strides."""
+    """Return the numbers of the codes in float64, with the shape and strides of the codes."""
     scale = absmax.double().repeat_interleave(256)[: codes.numel()]
     result = torch.empty_like(codes, dtype=torch.float64)
     in_memory_order(result).copy_(dynamic_map(has_sign)[in_memory_order(codes).long()] * scale)
@@ -156,10 +156,10 @@ SMALLEST_SCALE = 2.0**-100
 
 
 def assert_encoded(codes: Tensor, absmax: Tensor, expected: Near, has_sign: bool, what: str = "") -> None:
-    """Codes and absmaxes are what some numbers within the bounds of ``expected`` are in 8 bits.
+    """Check that codes and absmaxes are the 8-bit encoding of some numbers within the bounds of ``expected``.
 
-    Encoding is monotone, so each code lies between those of the bounds, taken as multiples of the block's absmax; that
-    quotient and halfway between two codes are known to a few units in float32.
+    Encoding is monotone, so each code lies between the codes of both bounds, divided by the block's absmax. In float32,
+    the quotient and the middle between two codes are known to a few units in the last place.
     """
     low, high = (in_memory_order(bound.expand(codes.shape), codes) for bound in (expected.low, expected.high))
     assert codes.dtype == torch.uint8

@@ -1,7 +1,7 @@
-"""Histories of updates drawn at random, and each of their steps held to the float64 reference, on any device.
+"""Random histories of updates. Each step is compared with the float64 reference, on any device.
 
-Each step starts from what the library stored after the one before, so that every number is held to a single step's
-bound (see :mod:`tests.optim.bounds`), however long the history.
+Each step starts from the values that the library stored after the previous step. Every number therefore has the bound
+of a single step (see :mod:`tests.optim.bounds`), for histories of any length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 3, 4, 5), (0, 4), (130, 129)]
 LAYOUTS = ["contiguous", "transposed", "channels_last", "strided", "offset"]
 NUMBERS = {"betas": [(0.9, 0.999), (0.0, 0.0), (0.5, 0.75)], "eps": [1e-8, 1e-3]}
-"""Values of options that are drawn for every rule which has these options."""
+"""Values of options, drawn for every rule with these options."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Step:
     """Type of the scale's inverse: "none" (the gradients have no scale), "float" or "tensor"."""
     max_norm: float | None = None
     bad: float | None = None
-    """An infinity or NaN in one gradient."""
+    """Infinity or NaN in one gradient."""
     missing: frozenset[int] = frozenset()
-    """Parameters without a gradient."""
+    """Indices of parameters without a gradient."""
     grad_layout: str = "like"
 
     @property
@@ -183,7 +183,7 @@ def take(optimizer: Any, step: Step, device: str) -> Any:
     return update(optimizer, inv_scale=inverse, max_grad_norm=step.max_norm)
 
 
-# ---- what is stored ----------------------------------------------------------------------------------------
+# ---- stored values -----------------------------------------------------------------------------------------
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,11 +234,11 @@ class Stored:
 
 
 def bits(optimizer: Any, params: list[torch.nn.Parameter]) -> list[Any]:
-    """Everything an update may write, as bytes to compare: parameters, and state as it is saved."""
-    # In the order of the parameters and of the keys, whichever was begun first.
+    """Return everything that an update may write, as comparable bytes: parameters, and state as it is saved."""
+    # Sorted by parameter and key, independent of the order of creation.
     saved = [(i, sorted(s.items())) for i, s in sorted(optimizer.state_dict()["state"].items())]
     tensors = [p.detach() for p in params] + [v for _, s in saved for _, v in s if torch.is_tensor(v)]
-    flat = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()) for t in tensors)  # whatever the strides
+    flat = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()) for t in tensors)  # independent of strides
     return [(i, [k for k, _ in s]) for i, s in saved] + [t.view(torch.uint8).numpy().tobytes() for t in flat]
 
 
@@ -258,7 +258,7 @@ def check(
         assert out.found_inf.item() == 0
     assert (out.grad_norm is None) == (not grads or (step.max_norm is None and step.inverse != "tensor"))
     coefficient = 1.0 if step.max_norm is None else min(1.0, step.max_norm / (norm + 1e-6))
-    precision = DOUBLE if all_double and step.scale != 3 else FLOAT  # a third is given in float32
+    precision = DOUBLE if all_double and step.scale != 3 else FLOAT  # 1/3 is passed in float32
     for i, (p, was) in enumerate(zip(params, before, strict=True)):
         if p.grad is None:
             assert torch.equal(weight_of(optimizer, p), was.weight)
@@ -268,7 +268,7 @@ def check(
         factor = Near(inverse * coefficient, inverse * coefficient * 4 * UNIT[precision], compute)
         grad = Near(copied(p.grad).double() * (-1 if case.options["maximize"] else 1), 0, compute) * factor
         options = {key: value for key, value in case.options.items() if key != "maximize"}
-        # The numbers that codes stand for are known to two units in the last place.
+        # The numbers of codes are known to two units in the last place.
         unsure = 2.0**-22 if case.moment_dtype(p) == CODES else 0.0
         start = [Near(value.double(), value.double().abs() * unsure, compute) for value in was.moments.values()]
         began = Near(was.weight.double(), 0, compute)
@@ -308,7 +308,7 @@ def check_stored(
     assert ("ema" in state) == (decay is not None)
     if decay is not None:
         assert state["ema"].dtype == weight.dtype
-        # Of the new weight, before or after it is rounded to 16 bits.
+        # The average is of the new weight, before or after its rounding to 16 bits.
         new = Near(now.double(), (now.double() - weight.value).abs() + weight.error, weight.dtype)
         begun = Near(was.ema.double(), 0, weight.dtype)
         assert_rounded_once(state["ema"], begun + (new - begun) * (1 - decay), f"ema of {what}")
@@ -342,7 +342,7 @@ class Run:
             out = take(self.optimizer, step, self.device)
             for p, g in zip(self.params, grads, strict=True):
                 assert g is None or torch.equal(p.grad.nan_to_num(), g.nan_to_num()), "lazy: gradients as they were"
-            # Without elements there is no place for what is bad.
+            # Without elements no gradient holds a bad value.
             skipped = step.skipped and any(p.grad is not None and p.numel() for p in self.params)
             if self.checked and skipped:
                 self.check_skipped(before, out)

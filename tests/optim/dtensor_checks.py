@@ -32,7 +32,7 @@ PLACEMENTS = {
     "both ways": ((2, 2), [Shard(0), Shard(1)]),
 }
 SHAPES = [(5, 7), (3, 2), (1, 4), (64, 3), (8, 8)]
-"""On four ranks: uneven parts, one and three ranks with nothing, and even ones."""
+"""Shapes with uneven parts, with empty parts on one or three ranks, and with even parts, on four ranks."""
 ADDITIONS = [
     (F32, {}),
     (F32, {"moment_dtype": BF16, "low_precision_copy": BF16, "ema_decay": 0.9}),
@@ -49,13 +49,13 @@ def mesh_of(shape):
 
 
 def spread(tensor, place):
-    """The same tensor of all ranks, as a DTensor."""
+    """Return a tensor that all ranks hold, as a DTensor."""
     shape, placements = PLACEMENTS[place]
     return distribute_tensor(tensor.detach().clone(), mesh_of(shape), placements, src_data_rank=None)
 
 
 def assert_spread(distributed, tensor, place):
-    """Bit for bit, in place, and as torch would have it."""
+    """Check that values are bit-equal, and that placements are torch's."""
     expected = spread(tensor, place)
     assert type(distributed) is DTensor
     assert (distributed.device_mesh, distributed.placements) == (expected.device_mesh, expected.placements)
@@ -108,7 +108,7 @@ def twins(name, place, dtype=F32, **options):
 
 
 def assert_twins(ours, theirs, place):
-    """Parameters and states of the optimizer over DTensors are those of the one over plain tensors."""
+    """Check that parameters and states over DTensors equal those over plain tensors."""
     for d, p in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         assert_spread(d.detach(), p, place)
         assert ours.state[d].keys() == theirs.state[p].keys()
@@ -235,7 +235,7 @@ def norms_are_of_all_parts_once(place):
                     torch.equal(p.grad.to_local(), b.to_local()) for p, b in zip(spread_out, before, strict=True)
                 )
             norm = fa.clip_grad_norm_(spread_out, 0.5, order)
-            torchs = torch.nn.utils.get_total_norm(before)  # of order inf it has none of empty parts
+            torchs = torch.nn.utils.get_total_norm(before)  # for order inf, torch fails on empty parts
             assert (type(norm), norm.device_mesh) == (type(torchs), torchs.device_mesh)
             for read in (norm, norm.full_tensor(), norm.to_local()):
                 assert read.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -278,7 +278,7 @@ def one_infinity_stops_all_ranks(place, form):
         for step in range(3):
             set_grads(plain, spread_out, place, step)
             if step == bad:
-                # In one part, of the fourth parameter: the others cannot know by themselves.
+                # One part of the fourth parameter is bad. The other ranks cannot see this part.
                 plain[3].grad[50, 2] = math.inf
                 spread_out[3].grad = spread(plain[3].grad, place)
             for optimizer, scaler, params in ((theirs, scalers[0], plain), (ours, scalers[1], spread_out)):
@@ -381,7 +381,7 @@ def saved_and_loaded(place):
         assert_twins(ours, theirs, place)
 
 
-# ---- what is not for the kernels ---------------------------------------------------------------------------
+# ---- unsupported by the kernels ----------------------------------------------------------------------------
 
 
 def other_gradients_are_torchs():
@@ -426,7 +426,7 @@ def partial_gradients_are_summed_once():
 
 
 def state_of_other_placements_is_spread_anew():
-    """The state was saved under another plan of parallelism, or by a plain model."""
+    """The state was saved for other placements, or by a plain model."""
     whole = torch.arange(32.0).reshape(8, 4)
     for place in ((2, 2), [Shard(0), Replicate()]), ((WORLD,), [Shard(0)]), ((WORLD,), [Replicate()]):
         mesh = mesh_of(place[0])
@@ -438,7 +438,7 @@ def state_of_other_placements_is_spread_anew():
             p.grad = torch.zeros_like(p)
             optimizer.step()
             saved = optimizer.state_dict()
-            mine = whole.clone()  # an optimizer goes on with the tensors that it loads, as in torch
+            mine = whole.clone()  # an optimizer keeps the loaded tensors, as in torch
             loaded = distribute_tensor(mine, mesh, other, src_data_rank=None) if other else mine
             saved["state"][0]["momentum_buffer"] = loaded
             optimizer.ema.load_state_dict({"averages": {0: loaded}})
@@ -451,7 +451,7 @@ def state_of_other_placements_is_spread_anew():
 
 
 def masters_follow_what_is_written(place):
-    """Through the DTensor, or into the part in this process, as torch.distributed.checkpoint does."""
+    """The writes go through the DTensor, or into the local part, as torch.distributed.checkpoint does."""
     p = torch.nn.Parameter(spread(torch.ones(8, 8, dtype=BF16), place))
     optimizer = fo.SGD([p], lr=1.0, master_weights="float32")
     for value, write in enumerate((lambda v: p.fill_(v), lambda v: p.to_local().fill_(v)), start=5):
@@ -540,7 +540,7 @@ def a_sharded_model_trains_as_a_plain_one(shape, additions):
             if key not in ("step", "copy"):
                 torch.testing.assert_close(kept[1].state[d][key].full_tensor(), value, rtol=1e-2, atol=1e-4)
 
-    # Saved and loaded as torch.distributed.checkpoint does it, by name, in parts and as a whole.
+    # Save and load as torch.distributed.checkpoint does: by name, in parts and as a whole.
     weights, scale = copy.deepcopy((ours.state_dict(), scalers[1].state_dict()))
     choices = [dcp.StateDictOptions(full_state_dict=whole) for whole in (False, True)]
     saved = [copy.deepcopy(dcp.get_optimizer_state_dict(ours, kept[1], options=choice)) for choice in choices]
@@ -560,7 +560,7 @@ def a_sharded_model_trains_as_a_plain_one(shape, additions):
 
 
 def tensor_parallel_with_sequences():
-    """Replicated norms have Partial gradients, matrices are sharded in either dimension."""
+    """Replicated norms have Partial gradients. Matrices are sharded in either dimension."""
 
     class Block(torch.nn.Module):
         def __init__(self):

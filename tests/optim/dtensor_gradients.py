@@ -21,7 +21,7 @@ def scaler_of(cls=fa.GradScaler, scale=1536.0):
 
 
 def plain_steps_leave_unscaled_gradients(place):
-    """In the native pass, after a skipped step too, with either scaler."""
+    """Steps unscale in the native pass, also after a skipped step, with either scaler."""
     theirs, ours, plain, spread_out = twins("AdamW", place)
     for cls in (fa.GradScaler, torch.amp.GradScaler):
         for seed, bad in ((0, False), (1, True), (2, False)):
@@ -40,7 +40,7 @@ def plain_steps_leave_unscaled_gradients(place):
 
 
 def partial_gradients_are_unscaled():
-    """Sums still to be taken stay sums, of unscaled parts."""
+    """Partial gradients stay partial. Each part is unscaled."""
     line = mesh_of((WORLD,))
     p = torch.nn.Parameter(DTensor.from_local(torch.ones(3), line, [Replicate()], run_check=False))
     part = torch.arange(3.0) + dist.get_rank()

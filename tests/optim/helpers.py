@@ -1,4 +1,4 @@
-"""Twins: the same parameters under torch's for-loop optimizer (the reference) and under flatout's."""
+"""Twins: equal parameters under torch's for-loop optimizer (the reference) and under flatout's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import flatout.optim as fo
 
 SHAPES = [(1,), (3,), (0,), (5, 7), (64,), (129, 33), (16384,), (16385,), (0, 4)]
-"""Odd sizes, one element, a chunk, a chunk and one, empty in the middle and at the end."""
+"""Sizes: odd ones, one element, a chunk, a chunk and one, and empty tensors in the middle and at the end."""
 
 
 def parameters(dtype: torch.dtype, shapes: Any = SHAPES, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -33,9 +33,9 @@ def saved_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> di
 
 
 def twins(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any, list[Any], list[Any]]:
-    """(torch optimizer, flatout optimizer, torch's parameters, flatout's parameters).
+    """Return torch's optimizer, flatout's optimizer, torch's parameters and flatout's parameters.
 
-    For 16-bit dtypes torch's twin is float64, see :func:`step_both`.
+    For 16-bit dtypes torch's parameters are float64, see :func:`step_both`.
     """
     theirs, ours = parameters(dtype), parameters(dtype)
     if dtype.itemsize == 2:
@@ -45,11 +45,10 @@ def twins(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any, list
 
 
 def step_both(reference: Any, optimizer: Any, seed: int) -> None:
-    """Steps both with the same gradients.
+    """Step both optimizers with the same gradients.
 
-    torch's loop rounds every intermediate of 16-bit dtypes (and divides by an eps of 0 in float16). Ours
-    computes in float32 and rounds what it stores: so the reference is a float64 step whose results are
-    rounded.
+    torch's loop rounds every intermediate of 16-bit dtypes, and divides by an eps of 0 in float16. flatout computes in
+    float32, and rounds only stored values. The reference is therefore a float64 step with rounded results.
     """
     theirs, ours = reference.param_groups[0]["params"], optimizer.param_groups[0]["params"]
     set_grads(ours, seed)
@@ -63,7 +62,7 @@ def step_both(reference: Any, optimizer: Any, seed: int) -> None:
 
 
 def assert_same(theirs: Any, ours: Any, dtype: torch.dtype) -> None:
-    # 16-bit: a few units in the last place, from roundings that fell the other way.
+    # 16-bit dtypes differ by a few units in the last place, if a rounding goes the other way.
     tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}.get(dtype, 2e-2)
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         torch.testing.assert_close(

@@ -1,6 +1,6 @@
 """Table of flatout's optimizers, with the arithmetic of each in float64.
 
-The arithmetic is from the papers and from torch's documentation, and shares nothing with the library.
+The arithmetic is from the papers and from torch's documentation, and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def adam(
     weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, eps: float, weight_decay: float,
     amsgrad: bool, decoupled: bool,
 ) -> tuple[Near, list[Near]]:  # fmt: skip
-    """Kingma & Ba 2015, algorithm 1; amsgrad after Reddi et al. 2018; decoupled decay after Loshchilov & Hutter 2019.
+    """Step by Kingma & Ba 2015, algorithm 1, amsgrad by Reddi et al. 2018, decay by Loshchilov & Hutter 2019.
 
-    ``states``: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. ``step``: of this update, from 1.
+    ``states`` are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. ``step`` is the number of this update, from 1.
     """
     beta1, beta2 = betas
     if decoupled:
@@ -42,7 +42,7 @@ def sgd(
     weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, weight_decay: float,
     momentum: float = 0, dampening: float = 0, nesterov: bool = False,
 ) -> tuple[Near, list[Near]]:  # fmt: skip
-    """Sutskever et al. 2013 in torch's form: the buffer is the bare gradient in the first step taken."""
+    """Step by Sutskever et al. 2013 in torch's form. The first step sets the buffer to the gradient."""
     direction = grad + weight * weight_decay
     if not momentum:
         return weight - direction * lr, []
@@ -54,11 +54,14 @@ def sgd(
 def lion(
     weight: Near, grad: Near, states: list[Near], step: int, *, lr: float, betas: Any, weight_decay: float
 ) -> tuple[Near, list[Near]]:
-    """Chen et al. 2023, algorithm 2. A direction whose sign float32 cannot know may go either way."""
+    """Step by Chen et al. 2023, algorithm 2.
+
+    If float32 cannot determine the sign of a direction, both signs are allowed.
+    """
     beta1, beta2 = betas
     direction = states[0] * beta1 + grad * (1 - beta1)
     unsure = direction.value.abs() <= direction.error
-    # What is exactly zero (no gradient, no momentum) stays: there is nothing that could round to something else.
+    # Exact zeros (no gradient, no momentum) stay zero, because they cannot be rounded.
     unsure &= (states[0].value != 0) | (grad.value != 0)
     sign = Near(direction.value.sign(), unsure.double() * 2, weight.dtype)
     momentum = states[0] * beta2 + grad * (1 - beta2)

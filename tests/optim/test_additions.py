@@ -22,7 +22,7 @@ def make(name, params, **options):
 
 
 def in_single_precision(params):
-    """The run that masters are to equal: float32 parameters, stepped with the 16-bit parameters' gradients."""
+    """Return float32 copies of 16-bit parameters. Masters must equal a run with these copies and the same gradients."""
     return [torch.nn.Parameter(p.detach().float()) for p in params]
 
 
@@ -51,7 +51,7 @@ def test_masters_are_a_run_in_single_precision(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_remainders_are_the_same_run(name):
-    """Only the parameter may differ, by one unit in the last place, where the weight lies halfway."""
+    """Only the parameter may differ, by one unit in the last place, if the weight lies halfway."""
     low = parameters(BF16)
     wide = in_single_precision(low)
     ours, theirs = make(name, low, master_weights="remainder"), make(name, wide)
@@ -209,7 +209,7 @@ def test_a_parameter_written_by_others_refreshes_its_master():
     master = optimizer.state[p]["master"]
     kept = master.clone()
     with torch.no_grad():
-        p.copy_(p.clone())  # the same values: nothing is lost
+        p.copy_(p.clone())  # equal values: no loss
         p[1:2] = 5.0
     p.grad = torch.ones_like(p)
     optimizer.step()
@@ -323,7 +323,7 @@ def test_writing_over_a_weight_with_a_remainder_gives_no_nan(value, sign):
     expected = join(p.detach(), optimizer.state[p]["remainder"])
     assert not expected.isnan().any()
     optimizer.param_groups[0].update(lr=0.0, ema_decay=0.5)
-    optimizer.step()  # starts the average at the weight
+    optimizer.step()  # initializes the average with the weight
     assert torch.equal(p.detach(), torch.full_like(p, value))
     if value == 0:
         assert torch.equal(optimizer.state[p]["ema"], expected)
@@ -357,7 +357,7 @@ def test_none_turns_an_option_off_at_run_time():
     assert torch.equal(p.detach(), torch.full((4,), -2.0))
     optimizer.param_groups[0]["stochastic_rounding"] = False
     p.grad = p.grad.to_sparse()
-    optimizer.step()  # torch's, which additional options would refuse
+    optimizer.step()  # torch's class, which refuses additional options
 
 
 def test_copy_of_a_parameter_without_a_copy_is_refused():
@@ -403,15 +403,15 @@ def test_random_rounding_is_reproducible_and_resumable(name, options):
 def test_random_rounding_has_no_bias(name):
     n = 200_000
     p = torch.nn.Parameter(torch.ones(n, dtype=BF16))
-    # A thousandth of a unit in the last place (2^-7) at a time, which rounding to nearest would lose.
+    # Each step is a thousandth of a unit in the last place (2^-7). Rounding to nearest would lose these steps.
     optimizer = make(name, [p], lr=2.0**-7 / 1000, stochastic_rounding=True, **({"weight_decay": 0.0}))
     for _ in range(100):
         p.grad = torch.full_like(p, -1.0)
         optimizer.step()
-    # The momentum's sum: sum of (1 - 0.9^k) / 0.1 for SGD; Adam moves lr each step.
+    # Sum of the momentum: sum of (1 - 0.9^k) / 0.1 for SGD. Adam moves by lr in each step.
     moved = sum((1 - 0.9**k) / 0.1 for k in range(1, 101)) / 1000 if name == "SGD" else 0.1
     ulps = (p.detach().double() - 1) * 128
-    # Standard error of the mean of n sums of Bernoulli variables; five of them.
+    # Five standard errors of the mean of n sums of Bernoulli variables.
     assert abs(ulps.mean().item() - moved) < 5 * (moved / n) ** 0.5 + 2e-3 * moved
     assert ulps.unique().numel() > 1
 

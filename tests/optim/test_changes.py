@@ -196,7 +196,7 @@ def expired(tensor):
 
 
 def test_gradients_are_not_held():
-    """Not after a step that torch's class took, that a hook or the native core refused, or that there was not."""
+    """No gradient stays referenced after a step that a hook refused, the native core refused, or torch's class took."""
     for failure in ("hook", "native", "sparse"):
         p, q = parameters(torch.float32, [(3,), (4,)])
         optimizer = fo.SGD([p, q], lr=1.0)
@@ -285,7 +285,7 @@ def test_only_stepped_parameters_increase_their_version():
     for shape in (
         lambda t: t,
         lambda t: torch.stack([t, t], 1)[:, :1],
-    ):  # the second is computed elsewhere, and written back
+    ):  # the second is computed in other memory, and written back
         p, q = (torch.nn.Parameter(shape(t.detach())) for t in parameters(torch.float32, [(3,), (4,)]))
         optimizer = fo.AdamW([p, q])
         set_grads([p, q], 0)

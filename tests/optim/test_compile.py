@@ -1,4 +1,4 @@
-"""Train steps under torch.compile: the update runs behind a graph break, with the very numbers, compiled once."""
+"""Train steps under torch.compile: the update runs after a graph break, with equal numbers, and compiles once."""
 
 from __future__ import annotations
 

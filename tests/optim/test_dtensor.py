@@ -1,4 +1,4 @@
-"""DTensors of four ranks: stepped on the parts in each process, checked over all of them."""
+"""DTensors of four ranks: each process steps its parts, and the check of gradients covers all parts."""
 
 from __future__ import annotations
 

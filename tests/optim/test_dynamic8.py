@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the map, its codes, steps with them, and where they come from and go to."""
+"""Moments in 8 bits: map, codes, steps, and conversion from and to other dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.optim.helpers import set_grads
 from tests.optim.rules import IN_TORCH, NAMES, RULES
 
 MOMENTS = {True: "exp_avg", False: "exp_avg_sq"}
-"""By whether there is a sign."""
+"""Moment by whether its codes have a sign."""
 signs = pytest.mark.parametrize("has_sign", [True, False], ids=["signed", "unsigned"])
 
 
@@ -74,7 +74,7 @@ def test_the_map_is_bitsandbytes(has_sign):
 
 
 def encoded(values, has_sign):
-    """Codes of numbers whose block has the absmax 1, however many there are."""
+    """Encode any number of values. Each block contains a 1, so its absmax is 1."""
     blocks = torch.nn.functional.pad(values.view(-1, 255), (1, 0), value=1.0)
     codes, absmax = dynamic8.encode(blocks, MOMENTS[has_sign])
     assert (absmax == 1).all()
@@ -93,7 +93,7 @@ def test_every_float_around_halfway_goes_to_the_nearest(has_sign):
             near.append(at)
     values = torch.cat(near)
     codes = encoded(values, has_sign).long()
-    # Within half a unit in the last place of halfway one product in float32 decides: either neighbour is right.
+    # Within half a unit in the last place of the middle, one float32 product decides. Either neighbor is right.
     distance = (values.double() / halfway.repeat(len(near)) - 1).abs()
     expected, below = nearest_code(values.double(), has_sign), torch.arange(255).repeat(len(near))
     clear = distance > 2.0**-24
@@ -125,7 +125,7 @@ def test_decoded_is_nearest(has_sign, exponent, spread, seed, count):
 
 
 def test_a_positive_second_moment_never_becomes_zero():
-    """bitsandbytes rounds it to 0, and the update is m / eps."""
+    """bitsandbytes rounds such a moment to 0, and the update becomes m / eps."""
     values = torch.tensor([1.0, 1.6e-7, 1e-20, 2.0**-149, 0.0]).repeat(60)[:300]
     for scale in (1.0, 2.0**100, 2.0**-60, 2.0**-126, 2.0**-149):
         scaled = values * scale
@@ -190,7 +190,7 @@ COMPOSITIONS = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("composition", range(len(COMPOSITIONS)))
 def test_a_step_is_the_reference_rounded_to_codes(name, composition):
-    """Sizes around a block, a stage and a chunk, odd layouts, a skipped step, a clip, and all options of an update."""
+    """The case has sizes around a block, a stage and a chunk, odd layouts, a skipped step, a clip, and all options."""
     dtype, additions = COMPOSITIONS[composition]
     variants, turn = RULES[name].with_state, composition + NAMES.index(name)
     options = {"lr": 0.01, "weight_decay": 0.1, "maximize": bool(turn % 2)} | variants[turn % len(variants)]
@@ -272,7 +272,10 @@ def test_codes_do_not_depend_on_the_number_of_threads(name):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_a_gradient_that_is_no_number_shows(bad):
-    """Not skipped, it must not leave finite moments behind: the block says NaN, and its weights do at the next step."""
+    """A NaN gradient that is not skipped must not leave finite moments.
+
+    The block becomes NaN, and the next step turns its weights into NaN.
+    """
     (p,) = parameters((8192,))
     optimizer = make("AdamW", [p])
     set_grads([p], 0)
@@ -295,7 +298,7 @@ def one_thread():
 
 
 def loss_after(optimizer_of, steps=150):
-    """A network that learns another one's outputs: the mean of its last ten losses, and its first one."""
+    """Train a network to copy another one. Return the mean of its last ten losses, and its first loss."""
     generator = torch.Generator().manual_seed(0)
     teacher, student = (
         torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)) for _ in range(2)
@@ -336,7 +339,7 @@ def through_a_file(saved):
 
 
 def floats_of(optimizer, p):
-    """The moments as numbers: decoded where they are codes."""
+    """Return the moments as numbers, decoded from codes."""
     state = optimizer.state[p]
     return {
         key: dynamic8.decode(value, state[f"{key}_absmax"], key) if value.dtype == CODES else value
@@ -346,7 +349,7 @@ def floats_of(optimizer, p):
 
 
 def encoded_moments(moments):
-    """Moments in float32 as an optimizer in 8 bits is to hold them."""
+    """Encode float32 moments as an 8-bit optimizer stores them."""
     result = {}
     for key, value in moments.items():
         result[key], result[f"{key}_absmax"] = dynamic8.encode(value.float(), key)
@@ -391,7 +394,10 @@ def test_a_float_state_is_encoded_when_it_is_loaded(name):
 @pytest.mark.parametrize("target", [None, FLOAT, BRAIN], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_are_decoded_where_8_bits_are_not_wanted(name, target):
-    """By loading them (the saved options, which would win, taken out) and by changing the option of a live group."""
+    """The codes are decoded by loading, and by a changed option of a live group.
+
+    Saved options would take precedence, so the test removes the saved option.
+    """
     ours, theirs = parameters((70, 80), (12,)), parameters((70, 80), (12,))
     optimizer = make(name, ours)
     stepped(optimizer, ours, range(2))
@@ -419,7 +425,7 @@ def test_a_live_group_turns_to_8_bits_and_back():
     stepped(optimizer, params, [2])
     expected = encoded_moments(before)
     assert torch.equal(optimizer.state[params[0]]["exp_avg_sq"], expected["exp_avg_sq"])
-    # Without a -1 a block's greatest magnitude shrinks when it is negative, so signed codes are not at rest.
+    # The map has no -1, so the absmax of a block shrinks if its extreme is negative. Signed codes therefore change.
     assert (optimizer.state[params[0]]["exp_avg"].int() - expected["exp_avg"].int()).abs().max() <= 1
     assert optimizer.state[params[1]]["exp_avg"].dtype == FLOAT
     codes = floats_of(optimizer, params[0])
@@ -438,7 +444,7 @@ def test_other_strides_are_other_blocks():
     optimizer.param_groups[0]["betas"] = (0.5, 1.0)
     stepped(optimizer, [p], [1])
     assert optimizer.state[p]["exp_avg"].stride() == p.stride()
-    # Rounded twice, each time by half of the widest bin at most.
+    # Two roundings, each by at most half of the widest bin.
     difference = (floats_of(optimizer, p)["exp_avg"] - before).abs().max()
     assert 0 < difference < 2.1 * 0.45 / 64 * before.abs().max()
 
@@ -503,7 +509,7 @@ def test_a_snapshot_restores_codes():
 
 
 def test_codes_that_are_not_in_use_are_no_numbers():
-    """The momentum may be turned off and on again, also around a checkpoint."""
+    """The momentum is turned off and on again, also with a checkpoint in between."""
     p, q = (torch.nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2))
     optimizers = [fo.SGD([x], lr=0.1, momentum=0.9, moment_dtype=torch.uint8) for x in (p, q)]
     for optimizer, x in zip(optimizers, (p, q), strict=True):

@@ -1,4 +1,4 @@
-"""Averages of the weights: as torch's AveragedModel keeps them, saved, swapped in and out."""
+"""Averages of the weights: equal to torch's AveragedModel, saved, swapped in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converting a torch optimizer in use, and back, without anyone noticing."""
+"""Conversion of a torch optimizer in use, and back, without visible changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_fuse_and_unfuse_in_the_middle_of_a_run(name, options, scheduler):
         return optimizer, params
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a scheduler that lost track of optimizer.step() warns
+        warnings.simplefilter("error")  # a scheduler warns if it misses optimizer.step()
         (reference, theirs), (optimizer, ours) = run(False), run(True)
     assert_same(theirs, ours, torch.float32)
     assert reference.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -89,7 +89,7 @@ def test_unfuse_restores_the_very_step_object():
     fo.unfuse(fo.fuse(optimizer))
     assert optimizer.__dict__ == before
     assert optimizer.__dict__["step"] is before["step"]
-    fo.unfuse(optimizer)  # nothing to undo, nothing happens
+    fo.unfuse(optimizer)  # no effect, because there is nothing to undo
 
 
 def test_why_not():

@@ -1,4 +1,4 @@
-"""Parameters that are no plain dense block of floats: stepped as torch's loop does, or refused untouched."""
+"""Parameters other than plain dense blocks of floats: stepped as in torch's loop, or refused unchanged."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_equals_torchs_loop(name, kind):
             p.grad, q.grad = gradient(p, step), gradient(q, step, 4.0)
             if step == 1:  # strides that differ from the parameter's
                 q.grad = q.grad.t().contiguous().t() if q.dim() == 2 else q.grad
-            if step == 2:  # written by somebody else
+            if step == 2:  # written by other code
                 with torch.no_grad():
                     p.mul_(0.5), q.mul_(0.5)
         norm = torch.nn.utils.get_total_norm([p.grad for p in theirs if p.numel()] or [torch.zeros(1)])
@@ -204,7 +204,7 @@ def test_sparse_gradients_take_torchs_step_and_leave_torchs_state(dense_steps):
 
 
 def test_a_plain_update_leaves_sparse_gradients_as_they_are():
-    """Coalescing adds up duplicates before the step does, which rounds differently."""
+    """Coalescing adds duplicates before the step. This rounds differently from adding them during the step."""
     p = torch.nn.Parameter(torch.ones(4, 2))
     p.grad = sparse_gradient(p)
     fo.update(torch.optim.SGD([p], lr=0.1))
@@ -280,7 +280,7 @@ def test_gradients_are_only_read():
 
 
 def test_a_gradient_that_waits_to_be_negated():
-    """torch keeps some negations as a bit: memory holds the other number."""
+    """torch keeps some negations as a bit. The memory then holds the original number."""
     p, q = (parameter(torch.ones(4)) for _ in range(2))
     p.grad, q.grad = torch._neg_view(torch.ones(4)), -torch.ones(4)
     averaged = fo.AdamW([p], lr=0.1, ema_decay=0.9)

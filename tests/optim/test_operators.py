@@ -128,7 +128,7 @@ def momentum_step(number, **kw):
 
 def test_a_bucket_steps_what_gradients_were_set_for(bucket):
     number, (p, q), (a, b) = bucket
-    grads = [torch.ones(3)]  # kept: the bucket has only the address
+    grads = [torch.ones(3)]  # keep the tensor, because the bucket holds only its address
     assert ops.set_grads(number, grads, [1]) == READY
     found_inf, norm, _ = ops.check_buckets([number], torch.tensor(0.5), 1.0)
     assert (found_inf, norm) == (0, pytest.approx(0.75**0.5))
@@ -137,7 +137,7 @@ def test_a_bucket_steps_what_gradients_were_set_for(bucket):
     assert torch.allclose(q, torch.tensor(0.9))
     assert (a == 0).all()
     assert (b == 1).all()
-    momentum_step(number)  # the gradients are used up
+    momentum_step(number)  # the step has used the gradients
     assert torch.allclose(q, torch.tensor(0.9))
 
 

@@ -1,10 +1,10 @@
-"""torch's own table of optimizer inputs (``common_optimizers.optim_db``), against torch's for-loop implementation.
+"""torch's table of optimizer inputs (``common_optimizers.optim_db``), compared with torch's for-loop implementation.
 
-Of each class in the table that flatout has, every generator runs. Those for GPUs run too: their inputs differ in
-``capturable``, which torch refuses on a CPU and flatout takes anywhere, and in rates and betas that are tensors.
-The ``differentiable`` variants of the table must be refused. Not applicable: the scheduler inputs (they build
-schedulers, not optimizers) and ``metadata_for_sparse`` (learning rates for a convergence test). Lion, which torch does
-not have, stands against the paper's rule in float64.
+Every generator of each class of flatout runs, including the generators for GPUs. Inputs for GPUs differ in
+``capturable``, and in rates and betas that are tensors. torch refuses ``capturable`` on a CPU, while flatout accepts
+this option on any device. flatout must refuse the ``differentiable`` variants. Two kinds of input do not apply:
+scheduler inputs, and ``metadata_for_sparse`` (learning rates for a convergence test). torch has no Lion, so Lion is
+compared with the paper's rule in float64.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ LOW = [torch.float16, torch.bfloat16]
 
 
 def load_table() -> Any:
-    """``common_optimizers`` without the test framework that it imports for decorators of torch's own tests.
+    """Load ``common_optimizers`` with a fake of torch's internal test framework.
 
-    With it, the import takes seconds, needs a package, and forbids the process to set ``torch.backends`` flags.
+    The real framework takes seconds to import, needs a package, and prevents changes of ``torch.backends`` flags. The
+    table uses the framework only for decorators.
     """
     package = "torch.testing._internal."
     stand_ins = {
@@ -52,7 +53,7 @@ INFO = {info.name: info for info in TABLE.optim_db if info.name in IN_TORCH}
 
 
 def inputs(dtype: torch.dtype | None = None) -> list[Any]:
-    """(class name, keyword arguments) of every generator, for every device it knows, each once."""
+    """Return class name and keyword arguments of every generator and device, each once."""
     found = {}
     for name in IN_TORCH:
         for device in ("cpu", "mps", "cuda"):
@@ -62,7 +63,7 @@ def inputs(dtype: torch.dtype | None = None) -> list[Any]:
 
 
 def flagged() -> list[Any]:
-    """Every input without flags, and with each one of those that contradict each other."""
+    """Return every input without flags, and with each of the mutually exclusive flags."""
     return [
         pytest.param(name, {**entry.kwargs, **flags}, id="-".join((name, entry.desc, *flags)))
         for name in IN_TORCH
@@ -72,9 +73,9 @@ def flagged() -> list[Any]:
 
 
 def typed(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``kwargs`` with their tensors in float64 for float64 parameters.
+    """Return ``kwargs`` with float64 tensors for float64 parameters.
 
-    torch's loop divides a float32 rate by the bias correction in float32, and is 6e-8 off in everything after.
+    torch's loop divides a float32 rate by the bias correction in float32, with an error of 6e-8 in all later values.
     """
     if dtype != torch.float64:
         return copy.deepcopy(kwargs)
@@ -83,7 +84,7 @@ def typed(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def for_loop(name: str, params: Any, kwargs: dict[str, Any]) -> torch.optim.Optimizer:
-    """torch's reference. On a CPU it has no ``capturable``, which promises where numbers lie, not other numbers."""
+    """Return torch's reference, without ``capturable`` on a CPU. This option does not change the numbers."""
     options = {**kwargs, "foreach": False, "fused": False, "differentiable": False}
     return getattr(torch.optim, name)(params, **options | ({"capturable": False} if "capturable" in kwargs else {}))
 
@@ -93,7 +94,7 @@ def assert_same_after(steps: int, name: str, kwargs: dict[str, Any], dtype: torc
     expected = for_loop(name, theirs, typed(kwargs, dtype))
     optimizer = getattr(fo, name)(ours, **typed(kwargs, dtype))
     for step in range(1, steps + 1):
-        # Of size 0.1: around 1, where terms cancel, the float32 roundings of torch's loop alone are 2e-7.
+        # Size 0.1, because around 1 terms cancel, and float32 roundings of torch's loop are then 2e-7.
         set_grads(theirs, step, 0.1), set_grads(ours, step, 0.1)
         expected.step(), optimizer.step()
     tolerance = dict(rtol=2e-6, atol=1e-7) if dtype == torch.float32 else dict(rtol=1e-12, atol=1e-12)
@@ -124,7 +125,7 @@ def test_flags_make_no_difference_or_are_refused(name, kwargs):
             getattr(fo, name)(parameters(torch.float32), **kwargs)
         return
     refusal = refused(lambda: getattr(torch.optim, name)(parameters(torch.float32), **copy.deepcopy(kwargs)))
-    if refusal is not None:  # a rate in a tensor, which torch's foreach does not take
+    if refusal is not None:  # a rate in a tensor, which torch's foreach rejects
         ours = refused(lambda: getattr(fo, name)(parameters(torch.float32), **kwargs))
         assert (type(ours), str(ours)) == (type(refusal), str(refusal))
         return
@@ -155,7 +156,7 @@ def test_one_step_is_rounded_once(name, kwargs, warm, dtype):
     twin = for_loop(name, exact, typed(kwargs, torch.float64))
     saved = copy.deepcopy(optimizer.state_dict())
     twin.load_state_dict({**saved, "param_groups": twin.state_dict()["param_groups"]})
-    for state in twin.state.values():  # loading cast it to float64, as torch does: exact
+    for state in twin.state.values():  # loading has cast the tensor to float64, as torch does: exact
         assert all(v.dtype == torch.float64 for k, v in state.items() if k != "step" and v is not None)
     for a, b in zip(exact, ours, strict=True):
         a.grad = b.grad.double()
@@ -166,7 +167,7 @@ def test_one_step_is_rounded_once(name, kwargs, warm, dtype):
         began = states[i] if states else [torch.zeros_like(start[i])] * 3
         weight, grad, *near_states = (Near(t) for t in (start[i], sign * p.grad.double(), *began))
         bound, bound_states = RULES[name].reference(weight, grad, near_states, 1 + warm, **options)
-        # The value is torch's, the bound around it ours.
+        # The value is torch's, and the bound is flatout's.
         assert_rounded_once(p.detach(), Near(q.detach(), bound.error), f"parameter {i}")
         torch.testing.assert_close(bound.value, q.detach(), rtol=1e-12, atol=1e-12)
         for key, moment in zip(RULES[name].states(options), bound_states, strict=True):
@@ -230,7 +231,7 @@ def errors() -> list[Any]:
     found = {}
     for name in IN_TORCH:
         for device in ("cpu", "cuda"):
-            # The inputs for CUDA allocate one tensor there; what they are about is flags, so it may lie elsewhere.
+            # The inputs for CUDA allocate a tensor on the device. The inputs test flags, so any device will do.
             with patch.object(torch, "empty", lambda *size, device, dtype: torch.zeros(*size, dtype=dtype)):
                 entries = INFO[name].optim_error_inputs_func(device, torch.float32)
             for entry in entries:
@@ -241,12 +242,12 @@ def errors() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "entry"), errors())
 def test_errors_are_torchs(name, entry):
-    """The same type with the same words, when an optimizer is made wrongly."""
+    """Invalid constructor arguments raise torch's error type and message."""
     assert entry.error_on == TABLE.OptimizerErrorEnum.CONSTRUCTION_ERROR, "none of these classes errs later"
     arguments = entry.optimizer_error_input
     params = [torch.nn.Parameter(torch.ones(1))] if arguments.params is None else arguments.params
     made = lambda module: getattr(module, name)(copy.deepcopy(params), **copy.deepcopy(arguments.kwargs))  # noqa: E731
-    if issubclass(entry.error_type, UserWarning):
+    if issubclass(entry.error_type, Warning):
         with pytest.warns(entry.error_type, match=entry.error_regex):
             made(fo)
         return
@@ -258,7 +259,7 @@ def test_errors_are_torchs(name, entry):
             expected: Any = pytest.raises(entry.error_type, match=entry.error_regex)
         else:
             pytest.fail("torch no longer refuses this: look what it does instead")
-        if arguments.kwargs.get("differentiable"):  # refused by both, by us for a reason of our own
+        if arguments.kwargs.get("differentiable"):  # both refuse it, flatout for another reason
             expected = pytest.raises((entry.error_type, ValueError))
         with expected:
             made(fo)
@@ -278,7 +279,7 @@ LION = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW], ids=str)
 @pytest.mark.parametrize("kwargs", LION, ids=lambda o: ",".join(o) or "default")
 def test_lion_equals_the_paper(kwargs, dtype):
-    """Ten steps, each from where the one before it left off, against the float64 rule."""
+    """Each of ten steps starts from the values of the previous step, and is compared with the float64 rule."""
     ours = parameters(dtype)
     optimizer = fo.Lion(ours, **copy.deepcopy(kwargs))
     group = optimizer.param_groups[0]

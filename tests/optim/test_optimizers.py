@@ -1,4 +1,4 @@
-"""The torch side of the optimizers: state, hooks, closures, layouts, fallbacks, errors."""
+"""Torch interface of the optimizers: state, hooks, closures, layouts, fallbacks, errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_state_dict_round_trips_bit_exactly_both_ways(name, options, dtype):
         target.load_state_dict(saved)
         same_state_dict(target.state_dict(), saved)
         set_grads(target.param_groups[0]["params"], 1)
-        target.step()  # and it goes on from there
+        target.step()  # the loaded optimizer continues
 
 
 @pytest.mark.parametrize(("name", "options"), VARIED, ids=lambda v: v if isinstance(v, str) else "")
@@ -92,7 +92,7 @@ def test_a_step_is_seen_by_autograd():
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_layouts(name):
-    """Channels-last parameters, gradients and moments of other strides, strided views: all right."""
+    """The parameters have channels-last or strided memory. Gradients and moments have other strides."""
     options = {"lr": 0.1} if name == "AdamW" else {"lr": 0.1, "momentum": 0.9}
     start = torch.randn(4, 3, 5, 5)
     base = torch.randn(6, 8)
@@ -101,7 +101,7 @@ def test_layouts(name):
         params = [torch.nn.Parameter(make(start.clone())), torch.nn.Parameter(base.clone()[:, ::2])]
         optimizer = getattr(module, name)(params, **options)
         for step in range(4):
-            if step == 2:  # strides change under the moments
+            if step == 2:  # strides of the parameter change, but not those of the moments
                 params[0].data = params[0].data.contiguous()
             set_grads(params, step)
             if step == 1:
@@ -177,7 +177,7 @@ def test_numbers_that_only_the_device_knows_are_torchs(name, option):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
 def test_a_compiled_function_may_step(name):
-    """Behind a graph break: the step is one native call already."""
+    """The step runs after a graph break, because the step is a single native call."""
 
     def run(compiled):
         torch.manual_seed(0)

@@ -198,7 +198,7 @@ def test_half_precision_step_is_rounded_once():
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_infinite_weight_affects_the_same_values_as_in_torch(name, decay):
-    """Without decay it has no say in the gradient: 0 x inf would make the moments NaN."""
+    """Without decay, the infinite weight must not enter the gradient: 0 x inf would make the moments NaN."""
     theirs, ours = (torch.nn.Parameter(torch.tensor([1.0, float("inf"), -float("inf"), 2.0] * 20)) for _ in range(2))
     options = {"lr": 0.5, "weight_decay": decay, **RULES[name].options}
     reference = RULES[name].torch_class([theirs], **options, foreach=False)

@@ -19,8 +19,11 @@ from flatout.optim import update
 
 @pytest.mark.parametrize("dampening", [0.0, 0.4])
 def test_a_skipped_first_sgd_step_leaves_no_trace(dampening):
-    """torch's fused SGD (``torch/optim/sgd.py``, ``_fused_sgd``) makes the buffer with ``empty_like`` and keeps it when
-    the step is skipped: the next one multiplied what lay there, and a parameter became 3.6e20 (torch 2.13, CPU)."""
+    """torch's fused SGD leaves an uninitialized buffer after a skipped first step.
+
+    ``_fused_sgd`` (``torch/optim/sgd.py``) makes the buffer with ``empty_like`` and keeps it. The next step multiplies
+    this memory, and a parameter became 3.6e20 (torch 2.13, CPU).
+    """
     p, q = (torch.nn.Parameter(torch.ones(1000)) for _ in range(2))
     optimizer = fo.SGD([p], lr=0.1, momentum=0.9, dampening=dampening)
     reference = torch.optim.SGD([q], lr=0.1, momentum=0.9, dampening=dampening)
@@ -50,7 +53,7 @@ def test_a_buffer_that_waits_for_its_first_step_travels_as_none():
 
 
 def test_saving_changes_nothing():
-    """A checkpoint between a skipped first step and the next one must not be seen by training."""
+    """Training must not depend on a checkpoint between a skipped first step and the next step."""
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizers = [fo.SGD([x], lr=0.1, momentum=0.9, dampening=0.4) for x in (p, q)]
     for value in (float("inf"), 1.0, 2.0):
@@ -82,8 +85,10 @@ def test_a_snapshot_of_the_state_holds_the_first_step():
 
 
 def test_half_precision_norm_does_not_overflow():
-    """``torch.nn.utils.get_total_norm`` takes it in the gradients' dtype (pull request 194033): 3,000 x 1,000 in
-    float16 gives inf."""
+    """``torch.nn.utils.get_total_norm`` computes the norm in the gradients' dtype (pull request 194033).
+
+    3,000 gradients of 1,000 in float16 give inf.
+    """
     p = torch.nn.Parameter(torch.zeros(3000, dtype=torch.float16))
     p.grad = torch.full_like(p, 1000.0)
     norm = clip_grad_norm_([p], 1e9)
@@ -94,7 +99,7 @@ def test_half_precision_norm_does_not_overflow():
 
 
 def test_bfloat16_norm_keeps_its_digits():
-    """``torch.nn.utils.get_total_norm`` rounds it to bfloat16 (pull request 194033): 83.5 for 83.67."""
+    """``torch.nn.utils.get_total_norm`` rounds the norm to bfloat16 (pull request 194033): 83.5 instead of 83.67."""
     p = torch.nn.Parameter(torch.zeros(7000, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     assert clip_grad_norm_(p, 1e9).item() == pytest.approx(7000**0.5, rel=1e-6)
@@ -102,8 +107,10 @@ def test_bfloat16_norm_keeps_its_digits():
 
 @pytest.mark.parametrize("sizes", [(7, 0), (0, 7), (0, 7, 0, 0), (0,)])
 def test_empty_tensors_drop_no_updates(sizes):
-    """apex and DeepSpeed (``csrc/multi_tensor_apply.cuh``) launch inside the chunk loop: after a trailing empty tensor
-    what is pending is dropped."""
+    """apex and DeepSpeed drop pending work after a trailing empty tensor.
+
+    They launch inside the chunk loop (``csrc/multi_tensor_apply.cuh``).
+    """
     params = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -116,13 +123,15 @@ def test_empty_tensors_drop_no_updates(sizes):
 @pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_unscale_then_clip_then_step_unscales_once(name, scaler_class, flags):
-    """apex and TransformerEngine (``optimizers/fused_adam.py``, capturable) read the scaler's scale and not its stage:
-    after ``unscale_`` they unscale again. Lightning refuses the combination of fused, fp16 and clipping for the like of
-    it (Lightning-AI/pytorch-lightning#15555)."""
+    """apex and TransformerEngine unscale a second time after ``unscale_``.
+
+    They read the scaler's scale, but not its stage (``optimizers/fused_adam.py``, capturable). Lightning refuses the
+    combination of fused, fp16 and clipping for a similar reason (Lightning-AI/pytorch-lightning#15555).
+    """
     if name == "SGD" and "capturable" in flags:
         flags = {}
     p, q = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    # An eps that shows in AdamW's first step how large the gradient is, which it is blind to otherwise.
+    # With this eps, AdamW's first step depends on the size of the gradient.
     options = {"lr": 0.1, **({"eps": 1.0} if name == "AdamW" else {})}
     optimizer = getattr(fo, name)([p], **options, **flags)
     reference = getattr(torch.optim, name)([q], **options)
@@ -142,7 +151,7 @@ def test_unscale_then_clip_then_step_unscales_once(name, scaler_class, flags):
 
 
 def test_clip_in_the_step_is_clip():
-    """bitsandbytes' kernels have a ``gnorm_scale``, and its Python passes 1.0 (``optim/optimizer.py``)."""
+    """bitsandbytes' kernels have a ``gnorm_scale``, but its Python code always passes 1.0 (``optim/optimizer.py``)."""
     p = torch.nn.Parameter(torch.zeros(4))
     p.grad = torch.full_like(p, 8.0)
     update(fo.SGD([p], lr=1.0), max_grad_norm=4.0)
@@ -150,7 +159,7 @@ def test_clip_in_the_step_is_clip():
 
 
 def test_bfloat16_gradients_can_be_unscaled():
-    """torch's CUDA kernel refuses them (#127176, pull request 194947)."""
+    """torch's CUDA kernel refuses bfloat16 gradients (#127176, pull request 194947)."""
     g = torch.full((9,), 8.0, dtype=torch.bfloat16)
     found_inf, norm = unscale_and_check_(g, 0.25)
     assert (found_inf.item(), norm.item()) == (0, 6)
@@ -174,7 +183,7 @@ def test_the_norm_does_not_depend_on_threads():
 
 
 def test_bfloat16_gradients_go_through_the_scaler():
-    """Through ``unscale_``, and through the step that unscales in registers (#127176)."""
+    """The test covers ``unscale_``, and the step that unscales in registers (#127176)."""
     for eager in (True, False):
         p = torch.nn.Parameter(torch.ones(9, dtype=torch.bfloat16))
         optimizer, scaler = fo.SGD([p], lr=0.5), GradScaler("cpu", init_scale=4.0)
@@ -190,8 +199,10 @@ def test_bfloat16_gradients_go_through_the_scaler():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("masters", [None, "float32"])
 def test_float32_moments_stay_float32(masters, dtype):
-    """apex's capturable Adam rounds them to the parameter's dtype when it stores them (``csrc/multi_tensor_adam.cu``),
-    and torch's ``load_state_dict`` when it loads them: 2**-13 beside 0.5 is lost in 16 bits."""
+    """apex's capturable Adam rounds float32 moments to the parameter's dtype (``csrc/multi_tensor_adam.cu``).
+
+    torch's ``load_state_dict`` does the same. 16 bits cannot represent 0.5 + 2**-13.
+    """
     p = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
     make = lambda: fo.AdamW([p], betas=(0.5, 0.5), moment_dtype=torch.float32, master_weights=masters)  # noqa: E731
     optimizer = make()
@@ -210,8 +221,10 @@ def test_float32_moments_stay_float32(masters, dtype):
 
 
 def test_masters_are_saved():
-    """apex keeps its masters outside ``state_dict``, and makes new ones from the rounded parameters after loading
-    (``optimizers/fused_adam.py``)."""
+    """apex keeps its masters outside ``state_dict`` (``optimizers/fused_adam.py``).
+
+    After loading, apex makes new masters from the rounded parameters.
+    """
     for masters in ("float32", "remainder"):
         p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         optimizer = fo.SGD([p], lr=2.0**-12, master_weights=masters)
@@ -222,7 +235,7 @@ def test_masters_are_saved():
             optimizer = fo.SGD([p], lr=2.0**-12, master_weights=masters)
             optimizer.load_state_dict(saved)
         assert (p == 1).all()
-        for _ in range(6):  # 9 of 16 x 2**-12 round to a unit below 1; 6 would round to 1
+        for _ in range(6):  # 9 of 16 x 2**-12 round to a unit below 1, while 6 would round to 1
             optimizer.step()
         assert (p == 1 - 2.0**-8).all()
 
@@ -241,8 +254,7 @@ def test_bfloat16_parameters_have_masters_too():
 
 @pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16], ids=str)
 def test_a_nan_does_not_empty_the_moments(moment_dtype):
-    """bitsandbytes' 8-bit kernels write zeros into the moments where the gradient is NaN or infinite
-    (``csrc/kernels.cu``)."""
+    """bitsandbytes' 8-bit kernels set moments to zero if the gradient is NaN or infinite (``csrc/kernels.cu``)."""
     p = torch.nn.Parameter(torch.ones(300))
     additions = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
     optimizer = fo.AdamW([p], lr=0.1, **additions)
@@ -260,8 +272,10 @@ def test_a_nan_does_not_empty_the_moments(moment_dtype):
 @pytest.mark.parametrize("flags", [{}, {"fused": True}, {"capturable": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_count_is_loaded_as_one(dtype, flags):
-    """torch cast fused step counts to the parameter's dtype, and left them on the device they were saved from
-    (#103256, #124133); old checkpoints have Python numbers. 257 is none of bfloat16's."""
+    """torch casts fused step counts to the parameter's dtype, and leaves them on the saved device (#103256, #124133).
+
+    Old checkpoints hold Python numbers. bfloat16 cannot represent 257.
+    """
     p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
     p.grad = torch.ones_like(p)
     source = torch.optim.AdamW([p])
@@ -275,7 +289,7 @@ def test_a_step_count_is_loaded_as_one(dtype, flags):
         optimizer.step()
         count = optimizer.state_dict()["state"][0]["step"]
         assert count == 258
-        kept = isinstance(step, torch.Tensor) and not flags  # as torch's load has it
+        kept = isinstance(step, torch.Tensor) and not flags  # as in torch's load
         assert (count.dtype, count.device) == (step.dtype if kept else torch.float32, p.device)
         other = torch.optim.AdamW([p])
         saved = optimizer.state_dict()
@@ -286,8 +300,10 @@ def test_a_step_count_is_loaded_as_one(dtype, flags):
 
 
 def test_clipping_says_that_the_norm_is_not_finite():
-    """torch's ``clip_grad_norm_`` turns all gradients into NaN in silence unless asked to raise (#46849): the update
-    tells, without being asked and without waiting."""
+    """torch's ``clip_grad_norm_`` silently turns all gradients into NaN by default (#46849).
+
+    flatout's update reports the norm by default, without synchronization.
+    """
     p = torch.nn.Parameter(torch.zeros(4))
     optimizer = fo.SGD([p], lr=1.0)
     for bad, expected in ((math.inf, math.inf), (math.nan, math.nan), (1e15, 2e15)):
@@ -304,7 +320,7 @@ def test_clipping_says_that_the_norm_is_not_finite():
 
 
 def test_norms_of_many_tensors_are_each_ones_own():
-    """``torch._foreach_norm`` gave the norms of other tensors in lists of many large ones (#140066)."""
+    """``torch._foreach_norm`` returned norms of other tensors for lists of many large tensors (#140066)."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (70_000, 1, 0, 16_385, 5) * 25]
     for p in params:
@@ -315,8 +331,10 @@ def test_norms_of_many_tensors_are_each_ones_own():
 
 
 def test_a_skipped_step_is_reported_without_reading_the_scale():
-    """To detect a skipped step, users of torch compare ``get_scale()`` before and after the step, which syncs twice
-    (#67590, #152279, huggingface/accelerate#1714)."""
+    """Users of torch compare ``get_scale()`` before and after a step to detect a skipped step, which syncs twice.
+
+    See #67590, #152279 and huggingface/accelerate#1714.
+    """
     p = torch.nn.Parameter(torch.ones(4))
     optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cpu", init_scale=2.0)
     assert scaler.last_step_skipped is None

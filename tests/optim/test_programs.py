@@ -50,7 +50,7 @@ CALLS = st.lists(
 
 
 class Side:
-    """One library's parameters, optimizer, scaler and scheduler."""
+    """Parameters, optimizer, scaler and scheduler of one library."""
 
     def __init__(self, module: Any, scaler: Any, name: str, options: dict[str, Any]) -> None:
         self.ours, self.name = module is fo, name
@@ -87,7 +87,7 @@ class Side:
             if form == "unscaled twice":
                 self.scaler.unscale_(self.optimizer)
             if form == "clipped":
-                if self.ours:  # the lazy form leaves gradients as they are
+                if self.ours:  # the lazy form does not change gradients
                     self.scaler.step(self.optimizer, max_grad_norm=0.5)
                 else:
                     kept = [p.grad if p.grad is None else p.grad / self.scaler._scale.reciprocal() for p in stepped]
@@ -115,7 +115,7 @@ class Side:
     def do_copy(self, how: str, other: Side) -> None:
         if how == "state_dict":
             self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-        elif how == "exchange":  # each takes what the other saved, which is the same
+        elif how == "exchange":  # each side loads the other's equal state
             saved = copy.deepcopy(other.optimizer.state_dict())
             for group, mine in zip(saved["param_groups"], self.optimizer.param_groups, strict=True):
                 group["foreach"] = mine["foreach"]
@@ -164,7 +164,7 @@ class Side:
             p.data = p.data.to(dtype)
             p.grad = None
             for key, value in self.optimizer.state.get(p, {}).items():
-                if not self.ours and key != "step" and value is not None:  # ours takes its state along by itself
+                if not self.ours and key != "step" and value is not None:  # flatout casts its state itself
                     self.optimizer.state[p][key] = value.to(dtype)
 
     def do_drop(self, which: int, _: Side) -> None:
@@ -189,7 +189,7 @@ def assert_same(ours: Side, theirs: Side) -> None:
         expected = saved["state"].get(i, {})
         assert entry.keys() >= expected.keys()
         for key, value in entry.items():
-            if expected.get(key) is None:  # begun by a step that was skipped
+            if expected.get(key) is None:  # a skipped step has created the state
                 assert value is None or not value.any(), f"state {i} {key}"
             elif key == "step":
                 torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
@@ -211,7 +211,7 @@ def run(name: str, options: dict[str, Any], calls: list[tuple[Any, ...]]) -> Non
         if before is None:
             assert error == theirs.run(call, ours), call
         if error is not None:
-            return  # what an error leaves is not compared
+            return  # the state after an error is not compared
         assert_same(ours, theirs)
 
 

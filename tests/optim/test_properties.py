@@ -1,4 +1,4 @@
-"""Any mix of dtypes, shapes, layouts, scales, clips, skips and options, against the float64 reference."""
+"""Any mix of dtypes, shapes, layouts, scales, clips, skips and options, compared with the float64 reference."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_state_dict_in_the_middle_changes_nothing(case, at):
 @settings(max_examples=30)
 @given(cases())
 def test_a_history_with_skipped_steps_is_one_without_them(case):
-    assume(any(math.prod(shape) for shape, _, _ in case.tensors))  # else an infinity has no place to be
-    assume(not all(step.skipped for step in case.steps))  # else there is state in one and none in the other
+    assume(any(math.prod(shape) for shape, _, _ in case.tensors))  # an infinity needs an element
+    assume(not all(step.skipped for step in case.steps))  # otherwise only one of the two has state
     with_skipped, without = Run(case), Run(case, without_skipped=True)
     for p, q in zip(with_skipped.params, without.params, strict=True):
         assert torch.equal(p, q)
@@ -59,11 +59,11 @@ def test_a_history_with_skipped_steps_is_one_without_them(case):
             assert value is None or torch.equal(ours[i][key], value)
 
 
-# ---- what hypothesis does not draw -------------------------------------------------------------------------
+# ---- cases that hypothesis does not draw -------------------------------------------------------------------
 
 
 def test_parameters_side_by_side_in_one_storage():
-    """Views of one flat buffer are the common case (DDP, FSDP), and share nothing."""
+    """Views of one flat buffer are common (DDP, FSDP), and do not overlap."""
     flat = torch.ones(30)
     params = [torch.nn.Parameter(flat[10 * i : 10 * (i + 1)]) for i in range(3)]
     for p in params:
@@ -100,7 +100,7 @@ def test_a_parameter_that_overlaps_itself_is_refused():
 def test_a_remainder_is_for_bfloat16():
     with pytest.raises(ValueError, match=r"remainder.*bfloat16.*float16"):
         fo.AdamW([torch.nn.Parameter(torch.ones(3, dtype=HALF))], master_weights="remainder")
-    for dtype in (FLOAT, DOUBLE):  # which need no master
+    for dtype in (FLOAT, DOUBLE):  # these dtypes need no master
         p = torch.nn.Parameter(torch.ones(3, dtype=dtype))
         p.grad = torch.ones_like(p)
         optimizer = fo.AdamW([p], master_weights="remainder")
@@ -109,7 +109,7 @@ def test_a_remainder_is_for_bfloat16():
 
 
 def test_one_16_bit_dtype_per_bucket():
-    """Refused when the group is added, with both dtypes named, and nothing of it stays behind."""
+    """A new group with two 16-bit dtypes is refused with both names, and the optimizer is unchanged."""
     half, single = torch.nn.Parameter(torch.ones(3, dtype=HALF)), torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"bfloat16.*float16|float16.*bfloat16"):
         fo.AdamW([half], moment_dtype=BRAIN)
@@ -165,7 +165,7 @@ def test_stochastic_rounding_is_unbiased():
     up = (p == 1 + 2.0**-7).double()
     assert ((p == 1) | (up == 1)).all()
     assert abs(up.mean().item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / p.numel())
-    # Neighbours, the eight of one draw, and places 64 apart are as independent as coins.
+    # Neighbors, the eight values of one draw, and places 64 apart must be independent.
     for distance in (1, 2, 4, 8, 64, 16_384):
         together = (up[distance:] * up[:-distance]).mean().item()
         assert abs(together - 0.0625) < 6 * math.sqrt(0.0625 / p.numel())
@@ -190,7 +190,7 @@ def test_tensors_of_one_optimizer_draw_different_bits():
 
 
 def test_random_rounding_of_a_parameter_is_independent_of_other_gradients():
-    """Bits are keyed by the tensor, not by its place among the gradients of this step."""
+    """The random bits depend on the tensor, but not on its position among the gradients of a step."""
     results = []
     for alone in (True, False):
         params = [torch.nn.Parameter(torch.ones(5000, dtype=BRAIN)) for _ in range(2)]
@@ -211,12 +211,12 @@ def test_a_parameter_that_someone_wrote_refreshes_its_master(masters):
     assert weight_of(optimizer, p)[1].item() == 2 - 2.0**-12
     written = torch.tensor([5.0, 2.0, -7.0], dtype=BRAIN)
     with torch.no_grad():
-        p.copy_(written)  # the second as it was: its low bits stay
+        p.copy_(written)  # the second value is unchanged, so its low bits stay
     optimizer.step()
     expected = written.float() - torch.tensor([1, 2, 1]) * 2.0**-12
     if masters == "float32":
         assert torch.equal(weight_of(optimizer, p), expected)
-    else:  # a remainder cannot tell who wrote its parameter; the weight rounds to what was written
+    else:  # a remainder cannot detect the write, but the weight rounds to the written value
         assert torch.equal(away_from_zero(weight_of(optimizer, p) + 2.0**-12), written)
         assert weight_of(optimizer, p)[1] == expected[1]
 

@@ -1,4 +1,4 @@
-"""``state_dict`` and ``load_state_dict``: torch's to the bit for torch's own state, and flatout's own round-trips."""
+"""``state_dict`` and ``load_state_dict``: torch's state bit for bit, and round trips of flatout's additions."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_load_that_fails_changes_nothing():
 
 @pytest.mark.parametrize("flags", [{}, {"capturable": True}, {"fused": True}], ids=str)
 def test_step_counts_lie_where_torch_has_them(flags):
-    """Seen from a device that is not the CPU: a meta tensor stands for the count there."""
+    """The fake tensor represents a count on a device other than the CPU."""
     optimizer, params = make("Adam", (F32,), **flags)
     stepped(optimizer, params, 0)
     optimizer.state[params[0]]["step"] = _Elsewhere()

@@ -1,4 +1,4 @@
-"""One native step against float64 within bounds: every rule, every way of storing what it updates."""
+"""One native step compared with float64 bounds, for every rule and every storage of updated values."""
 
 from __future__ import annotations
 

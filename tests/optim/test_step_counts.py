@@ -1,4 +1,4 @@
-"""Step counts are torch's: their dtype and device in ``state_dict``, whatever the default dtype is."""
+"""Step counts equal torch's: dtype and device in ``state_dict``, for any default dtype."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_dtype_of_step_is_torchs(name, options, default_dtype):
 
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.int64, torch.float64)], ids=str)
 def test_counts_of_several_dtypes_count_on(dtypes):
-    """One bucket may hold counts of both dtypes; float64 counts go on where float32 ones end."""
+    """One bucket may hold counts of both dtypes. float64 can count beyond the limit of float32."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in dtypes]
     optimizer = fo.AdamW(params)
     set_grads(params, 0)

@@ -1,4 +1,4 @@
-"""Steps that torch's classes refuse, and a parameter that is listed twice: ours take them, with a defined result."""
+"""Steps that torch's classes refuse, and parameters that are listed twice. flatout's results are defined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make(name, params, **options):
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_another_dtype_than_the_parameter(name, grad_dtype):
-    """``grad_dtype`` of torch 2.10 and later: the step equals one with the gradient in the parameter's dtype."""
+    """``grad_dtype`` exists since torch 2.10. The step equals one with the gradient in the parameter's dtype."""
     ours, expected = parameters(torch.float32), parameters(torch.float32)
     optimizers = make(name, ours), make(name, expected)
     for step in range(3):
@@ -60,7 +60,7 @@ def test_amsgrad_switched_on_in_mid_run_starts_its_maximum_there(name):
     for step in range(4):
         if step == 2:
             optimizer.param_groups[0]["amsgrad"] = reference.param_groups[0]["amsgrad"] = True
-            for p in theirs:  # what torch's class raises KeyError for
+            for p in theirs:  # torch's class raises KeyError for this entry
                 reference.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)
         set_grads(theirs, step), set_grads(ours, step)
         reference.step(), optimizer.step()
@@ -72,7 +72,7 @@ def test_amsgrad_switched_on_in_mid_run_starts_its_maximum_there(name):
 @pytest.mark.parametrize("after", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_changes_its_dtype_between_steps_takes_its_state_along(name, after):
-    """Load the state into a new optimizer for the changed model."""
+    """The expected state comes from loading into a new optimizer of the changed model."""
     model = torch.nn.Linear(7, 5)
     optimizer = make(name, model.parameters())
     set_grads(list(model.parameters()), 0)
@@ -94,7 +94,7 @@ def test_a_model_that_changes_its_dtype_between_steps_takes_its_state_along(name
 @pytest.mark.parametrize("extra", [{}, {"ema_decay": 0.5}, {"low_precision_copy": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_after_one_under_inference_mode(name, extra):
-    """State that begins under inference mode is ordinary state: it may be written outside."""
+    """State that is created under inference mode is ordinary state, which other code may write."""
     results = []
     for inference in (True, False):
         params = parameters(torch.float32)
@@ -114,7 +114,7 @@ def test_a_step_after_one_under_inference_mode(name, extra):
 @pytest.mark.parametrize("options", [{}, {"dampening": 0.3}, {"nesterov": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_sgd_with_momentum_and_a_parameter_listed_twice(options):
-    """torch's loop begins the buffer once for each mention."""
+    """torch's loop initializes the buffer once for each mention."""
     results = []
     for module, more in ((torch.optim, {"foreach": False}), (fo, {})):
         p, q, late = parameters(torch.float32, [(33,), (5, 7), (3,)])

@@ -1,4 +1,4 @@
-"""Job and loop that the tests of own loops share, and the comparison of a loop with and without flatout."""
+"""Job and loop for tests of a user's own loop, and the comparison of a loop with and without flatout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain(model: nn.Module, loader: Any) -> list[float]:
 def assert_alike(
     make: Callable[[], tuple[nn.Module, Any]], loop: Loop, techniques: dict[str, Any], *, rel: float, budget: float = 0
 ) -> None:
-    """The loop behind ``optimize``, against the loop without."""
+    """Compare the loop after ``optimize`` with the loop without it."""
     model, loader = make()
     torch.manual_seed(7)
     expected = loop(model, loader)

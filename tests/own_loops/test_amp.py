@@ -1,4 +1,4 @@
-"""torch's own AMP recipe and examples: the user's autocast wins, and gradients are scaled once."""
+"""torch's own AMP recipe and examples: the user's autocast takes precedence, and gradients are scaled once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.own_loops.harness import BF16, EXACT, Loop, assert_alike, make, plain
 
 
 def amp_recipe(model: nn.Module, loader: Any, use_amp: bool = True) -> list[float]:
-    """ "All together" of docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html, for device "cpu" and bfloat16."""
+    """Train by "All together" of docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html, on a CPU in bfloat16."""
     device, losses = "cpu", []
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
     loss_fn = nn.CrossEntropyLoss()
@@ -42,7 +42,7 @@ def amp_without(model: nn.Module, loader: Any) -> list[float]:
 
 
 def amp_inspected(model: nn.Module, loader: Any) -> list[float]:
-    """The recipe's "Inspecting/modifying gradients": unscale_, then clip."""
+    """Train by the recipe's "Inspecting/modifying gradients": unscale_, then clip."""
     opt, scaler, losses = sgd(model), torch.amp.GradScaler("cpu"), []
     for input, target in loader:
         with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
@@ -59,7 +59,7 @@ def amp_inspected(model: nn.Module, loader: Any) -> list[float]:
 
 
 def amp_accumulated(model: nn.Module, loader: Any) -> list[float]:
-    """ "Gradient accumulation" of docs.pytorch.org/docs/stable/notes/amp_examples.html."""
+    """Train by "Gradient accumulation" of docs.pytorch.org/docs/stable/notes/amp_examples.html."""
     optimizer, scaler, losses, iters_to_accumulate = sgd(model), torch.amp.GradScaler("cpu"), [], 3
     for i, (input, target) in enumerate(loader):
         with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
@@ -76,7 +76,7 @@ def amp_accumulated(model: nn.Module, loader: Any) -> list[float]:
 
 
 def amp_penalised(model: nn.Module, loader: Any) -> list[float]:
-    """ "Gradient penalty" of the same notes."""
+    """Train by "Gradient penalty" of the same notes."""
     optimizer, scaler, losses = sgd(model), torch.amp.GradScaler("cpu"), []
     for input, target in loader:
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def amp_penalised(model: nn.Module, loader: Any) -> list[float]:
 
 
 def amp_several_optimizers(model: nn.Module, loader: Any) -> list[float]:
-    """ "Working with multiple models, losses, and optimizers" of the same notes."""
+    """Train by "Working with multiple models, losses, and optimizers" of the same notes."""
     optimizer0 = torch.optim.SGD(model.body[:2].parameters(), lr=0.05)
     optimizer1 = torch.optim.SGD(model.body[2:].parameters(), lr=0.05)
     scaler, losses = torch.amp.GradScaler("cpu"), []
@@ -125,7 +125,7 @@ def amp_several_optimizers(model: nn.Module, loader: Any) -> list[float]:
 
 
 def cuda_amp(model: nn.Module, loader: Any) -> list[float]:
-    """The loop of older tutorials; without a GPU both parts of it say so, and do nothing."""
+    """Train by the loop of older tutorials. Without a GPU both parts of it warn and do nothing."""
     opt, losses = sgd(model), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,7 +148,7 @@ AMP_LOOPS: list[Loop] = [amp_recipe, amp_inspected, amp_accumulated, amp_penalis
 @pytest.mark.parametrize("loop", AMP_LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("techniques", [EXACT, BF16], ids=["fp32", "bf16"])
 def test_an_amp_loop_is_autocast_once(loop: Loop, techniques: dict[str, Any]) -> None:
-    """Whatever flatout would compute in: the user's autocast wins, and the losses are the same to the last bits."""
+    """The user's autocast takes precedence over flatout's precision. The losses agree except for the last bits."""
     assert_alike(make, loop, techniques, rel=1e-4)
 
 
@@ -158,7 +158,7 @@ def test_an_amp_loop_whose_autocast_is_off_is_any_loop(loop: Loop) -> None:
 
 
 def test_autocast_that_is_off_around_the_call_stays_off() -> None:
-    """``autocast(enabled=False)`` inside an outer autocast is a user who wants float32."""
+    """``autocast(enabled=False)`` inside an outer autocast requests float32."""
     model, loader = make()
     model, loader = flatout.optimize(model, loader, techniques=BF16, budget=0)
     seen: list[torch.dtype] = []
@@ -171,7 +171,7 @@ def test_autocast_that_is_off_around_the_call_stays_off() -> None:
 
 
 def test_a_forward_with_an_autocast_of_its_own() -> None:
-    """As DataParallel's users are told to write it."""
+    """DataParallel's documentation recommends this form."""
 
     class Own(Net):
         @torch.autocast("cpu", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Loops as users write them: after ``model, loader = optimize(model, loader)`` they train as they did before."""
+"""Loops as users write them: after ``model, loader = optimize(model, loader)`` they train as before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grad_scaler(model: nn.Module, loader: Any) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
-    assert scaler.get_scale() == 1024.0  # no step was skipped
+    assert scaler.get_scale() == 1024.0  # no step is skipped
     return losses
 
 
@@ -136,7 +136,7 @@ def gradient_penalty(model: nn.Module, loader: Any) -> list[float]:
 
 
 def saved_on_the_way(model: nn.Module, loader: Any) -> list[float]:
-    """State dict and whole model, as either is loaded where nobody has heard of flatout."""
+    """Save and load the state dict and the whole model. The pickle must not name flatout."""
     losses = plain(model, loader)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -152,7 +152,7 @@ def saved_on_the_way(model: nn.Module, loader: Any) -> list[float]:
 
 
 def averaged(model: nn.Module, loader: Any) -> list[float]:
-    """torch's EMA, and statistics of its own from the loader at the end."""
+    """Train with torch's EMA, and compute the BatchNorm statistics of the average from the loader at the end."""
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer, losses = sgd(model), []
     for x, y in loader:
@@ -171,7 +171,7 @@ def averaged(model: nn.Module, loader: Any) -> list[float]:
 
 
 def copied_average(model: nn.Module, loader: Any) -> list[float]:
-    """The EMA that everybody writes: a deepcopy and a lerp."""
+    """Train with a common form of EMA: a deepcopy and a lerp."""
     ema = copy.deepcopy(model).requires_grad_(False)
     optimizer, losses = sgd(model), []
     for x, y in loader:
@@ -243,7 +243,7 @@ def test_trials_of_an_own_loop_compare_what_compute_loss_returns(clock: Clock) -
     run = flatout.optimize(model, loader, compute_loss=loss_of, techniques=techniques, budget=20)
     row = run.report.row("precision")
     assert row.status == "kept"
-    assert 0 < row.trials[0].output_difference < 0.1  # of the loss, which is the one output
+    assert 0 < row.trials[0].output_difference < 0.1  # the loss is the only output
 
 
 def test_twice_is_once() -> None:

@@ -1,4 +1,4 @@
-"""Models as users have them: tied, frozen, with dicts for outputs, compiled, several at once."""
+"""Models as users have them: tied, frozen, with dicts as outputs, compiled, several at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EACH_PRECISION = pytest.mark.parametrize(("techniques", "rel"), [(EXACT, 1e-4), 
 
 
 class Tied(nn.Module):
-    """Input and output share their weight, as language models' do."""
+    """Model whose input and output share a weight, as in language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_models_that_return_dicts(techniques: dict[str, Any], rel: float) -> Non
 
 
 def test_two_networks_that_train_each_other() -> None:
-    """A GAN: each network tuned by a call of its own, one loader."""
+    """Each network of a GAN is tuned by its own call. Both share a loader."""
 
     def gan(tune: bool) -> list[float]:
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_two_networks_that_train_each_other() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_schedulers_made_before_and_after(when: str) -> None:
-    """The optimizer, too: ``optimize`` is told of neither."""
+    """``optimize`` receives neither the schedulers nor the optimizer."""
 
     def loop(tune: bool) -> tuple[list[float], float]:
         model, loader = make()
@@ -138,7 +138,7 @@ def test_schedulers_made_before_and_after(when: str) -> None:
         losses: list[float] = []
         torch.manual_seed(7)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch's, of a scheduler that does not see the steps
+            warnings.simplefilter("error")  # torch warns if a scheduler does not see the steps
             for _ in range(2):
                 losses += train(model, loader, optimizer)
                 scheduler.step()

@@ -26,7 +26,7 @@ def tokens(n: int = 32, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Dicts, as ``datasets`` yields them."""
+    """Dataset of dicts, as ``datasets`` yields them."""
 
     def __init__(self, **columns: torch.Tensor) -> None:
         self.columns = columns
@@ -39,7 +39,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 
 def hugging_face_loop(model: nn.Module, loader: Any) -> list[float]:
-    """The loop of "Fine-tune a pretrained model in native PyTorch"."""
+    """Train by the loop of "Fine-tune a pretrained model in native PyTorch"."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
     losses = []

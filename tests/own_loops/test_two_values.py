@@ -1,4 +1,4 @@
-"""The form of two values with an optimizer: a loop of one's own whose loss ``optimize`` does not know."""
+"""Two return values with an optimizer: ``optimize`` does not know the loss of the user's own loop."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_trials_with_the_optimizer_leave_no_trace() -> None:
     assert type(optimizer) is kind
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: Any, **more: Any) -> list[str]:
-    """Lines on stderr of a run that is unpacked twice."""
+    """Return the lines on stderr of a run that is unpacked twice."""
     run = flatout.optimize(*arguments, techniques=more.pop("techniques", FUSED), budget=0, **more)
     capsys.readouterr()
     (first, _), (second, _) = run, run
@@ -106,7 +106,7 @@ def test_no_progress_means_no_lines(capsys: pytest.CaptureFixture[str], monkeypa
     assert said(capsys, model, loader, sgd(model)) == []
 
 
-# -- what needs the loss ----------------------------------------------------------------------------------------------
+# -- requirements of a loss -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.peers.suites import SUITES
 
 
 def main() -> int:
-    """Run the suites that are asked for. The exit status is 1 when a failure has no reason, or a reason no failure."""
+    """Run the requested suites. The exit status is 1 if a failure has no reason, or if a reason has no failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("suites", nargs="*", help="parts of suites' names; all suites without one")
     parser.add_argument("--sources", default=os.environ.get("FLATOUT_PEERS"), help="folder of the checkouts")

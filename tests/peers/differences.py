@@ -1,4 +1,4 @@
-"""The tests that fail with flatout's classes, and the reason of each."""
+"""Tests that fail with flatout's classes, and the reason of each failure."""
 
 from __future__ import annotations
 

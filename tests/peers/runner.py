@@ -1,4 +1,4 @@
-"""Runs a suite with flatout's classes, and says of each test how it ended and why."""
+"""Runner of a suite with flatout's classes, which reports the result and reason of each test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = 3600  # seconds for one run of a suite
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one test: ``passed``, ``failed`` or ``skipped``, and pytest's words for the latter two."""
+    """Result of one test: ``passed``, ``failed`` or ``skipped``, and pytest's message for the latter two."""
 
     kind: str
     text: str
@@ -30,11 +30,11 @@ class Outcome:
 
 @dataclass
 class Result:
-    """A suite that ran.
+    """Result of a suite.
 
     Attributes:
         passed: tests that pass with flatout's classes.
-        failed: tests that fail with flatout's classes and pass with torch's, and pytest's words.
+        failed: tests that fail with flatout's classes and pass with torch's, and pytest's messages.
         differences: those of ``failed`` that ``differences.py`` explains.
         not_applicable: tests that the suite skips here, or that fail with torch's classes too.
         stale: entries of ``differences.py`` without a test, or with one that passes.
@@ -50,16 +50,16 @@ class Result:
 
     @property
     def unexplained(self) -> list[str]:
-        """The failures that no entry of ``differences.py`` explains."""
+        """Failures that no entry of ``differences.py`` explains."""
         return [test for test in self.failed if test not in self.differences]
 
 
 def run(suite: Suite, sources: Path, known: Iterable[Difference] = DIFFERENCES) -> Result:
-    """Run a suite with flatout's classes, and its failures again with torch's.
+    """Run a suite with flatout's classes, and run its failures again with torch's classes.
 
     Args:
-        suite: the suite, with at least one test under ``sources``.
-        sources: folder of the checkouts; its folder ``site``, if any, has packages that the suites import.
+        suite: suite with at least one test under ``sources``.
+        sources: folder of the checkouts. Its folder ``site``, if any, has packages that the suites import.
         known: differences that explain failures.
     """
     result = Result(suite, suite.version(sources))
@@ -93,11 +93,11 @@ def _outcomes(suite: Suite, sources: Path, tests: Sequence[str], parts: Sequence
             "PYTHONPATH": os.pathsep.join(map(str, packages)),
             "FLATOUT_IN_PLACE": ",".join(parts),
             "FLATOUT_OUTCOMES": str(file),
-            # Tests that spawn processes allow each of them a minute: torch's import takes that long from source files.
+            # Tests allow a minute for each spawned process. An import of torch from source files takes as long.
             "PYTHONDONTWRITEBYTECODE": "",
             "PYTHONPYCACHEPREFIX": str(HERE.parents[1] / "build" / "bytecode"),
         }
-        # The checkout's own settings are ignored: they name plugins that need not be installed.
+        # The settings of the checkout are ignored, because they name plugins that may not be installed.
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
         command += ["-p", "flatout_in_place", "-p", "no:cacheprovider", "--basetemp", str(Path(folder, "temporary"))]
         command += ["-k", suite.select] if suite.select and parts else []
@@ -116,7 +116,7 @@ def _outcomes(suite: Suite, sources: Path, tests: Sequence[str], parts: Sequence
         lines = map(json.loads, file.read_text().splitlines())
         outcomes: dict[str, Outcome] = {}
         for test, kind, text in lines:
-            if test not in outcomes or kind == "failed":  # a test that passes can fail as it is torn down
+            if test not in outcomes or kind == "failed":  # a test that passes can fail in its teardown
                 outcomes[test] = Outcome(kind, text)
         return outcomes
 

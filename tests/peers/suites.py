@@ -1,4 +1,4 @@
-"""The suites of other projects that run with flatout's classes, and where a checkout has them."""
+"""Suites of other projects that run with flatout's classes, and their places in a checkout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Suite:
     """Test files of one project.
 
     Attributes:
-        name: of the row in the table.
+        name: name of the row in the table.
         project: folder of the checkout, as ``git clone`` names it.
-        parts: of torch that flatout's classes replace, see ``site/flatout_in_place.py``.
-        tests: files and folders, relative to ``folder``; those that the checkout lacks are left out.
-        folder: of the checkout that pytest runs in.
+        parts: parts of torch that flatout's classes replace, see ``site/flatout_in_place.py``.
+        tests: files and folders, relative to ``folder``. Missing ones are left out.
+        folder: folder of the checkout in which pytest runs.
         packages: folders of the checkout to import from.
         version_file: the file of the checkout that holds its version.
         select: pytest's ``-k``.
@@ -60,7 +60,7 @@ def _lightning(name: str, package: str, *tests: str) -> Suite:
 
 
 TRAINING = ("optim", "amp", "clip")
-# torch's tests of DataLoader over tensors, the only datasets that an InMemoryLoader takes.
+# torch's tests of DataLoader over tensors, because an InMemoryLoader takes no other dataset
 OF_TENSORS = "TestDataLoader and not Persistent and (sequential or shuffle or random_sampler or batch or len or last)"
 SUITES = (
     _torch("torch, learning-rate schedulers", ("optim",), "optim/test_lrscheduler.py"),

@@ -1,4 +1,4 @@
-"""The runner of other projects' suites, on a project of three tests."""
+"""Runner of other projects' suites, on a project of three tests."""
 
 from __future__ import annotations
 

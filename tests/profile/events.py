@@ -1,4 +1,4 @@
-"""Chrome-trace events of a GPU training, made by hand."""
+"""Hand-made Chrome-trace events of a GPU training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up profile of a sync-bound training, with hostile text."""
+"""Invented profile of a sync-bound training, with hostile text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice of a profile. It leaves out techniques that a report decided or that the trace shows in use."""
+"""Advice of a profile, without techniques that a report decided or that the trace shows in use."""
 
 from __future__ import annotations
 

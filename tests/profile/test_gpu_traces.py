@@ -149,7 +149,7 @@ def test_only_waits_of_training_count(thread: int) -> None:
     r.phase("backward", 0, 900)
     r.kernel(0, 0, 400)
     r.host("autograd::engine::evaluate_function: MulBackward0", 50, 420, thread=AUTOGRAD)
-    r.host("cudaEventSynchronize", 60, 410, "cuda_runtime", thread)  # of a hook, or of a thread that pins batches
+    r.host("cudaEventSynchronize", 60, 410, "cuda_runtime", thread)  # from a hook, or from a pinning thread
     r.kernel(650, 660, 1000)
     assert [cause for _, _, cause, *_ in found(r)] == ["sync" if thread == AUTOGRAD else "launch"]
 
@@ -163,7 +163,7 @@ def test_waits_that_the_debug_mode_is_silent_about_are_taken_from_the_trace() ->
         r.wait(at + 5, at + 40, "cudaDeviceSynchronize")
         r.wait(at + 41, at + 42, "cudaStreamSynchronize")
     r.host("cudaEventSynchronize", 200, 210, "cuda_runtime", 99)
-    r.wait(300, 310, "cudaEventSynchronize")  # of nobody's code that could be named
+    r.wait(300, 310, "cudaEventSynchronize")  # no Python code to name
     profile = summary_of(r)
     (sync,) = profile.syncs
     assert (sync.what, sync.where, sync.per_step) == ("cudaDeviceSynchronize", f"{__file__}:1", 1)
@@ -177,7 +177,7 @@ def test_a_trace_that_lacks_things_gives_less() -> None:
     r.events[-1]["args"] = {}  # no correlation
     r.host("cudaLaunchKernel", 30, 35, "cuda_runtime")
     r.kernel(600, 610, 700)
-    del r.events[-2]  # its launch is not there
+    del r.events[-2]  # the trace lacks the launch
     for args in ({}, {"Device Type": 1, "Device Id": 0}):
         r.memory(5, args)
     r.arrow("s", 20)
@@ -212,7 +212,7 @@ def test_idle_time_is_that_of_a_step_without_the_profiler(microseconds: int, idl
     profile = summarise((timed,), trace, profiled=trace.parts.steps(trace.boundaries))
     assert sum(gap.seconds for gap in profile.gaps) == pytest.approx(1e-6 * idle)
     assert profile.device_busy == pytest.approx(1 - idle / microseconds)
-    assert [gap.longest for gap in profile.gaps] == pytest.approx([450e-6, 150e-6])  # as the profiler saw them
+    assert [gap.longest for gap in profile.gaps] == pytest.approx([450e-6, 150e-6])  # times that the profiler measured
 
 
 def test_without_work_on_a_device_there_are_no_gaps() -> None:
@@ -367,11 +367,11 @@ def test_training_is_distinguished_from_evaluation_without_marks() -> None:
     r.function("torch/autograd/graph.py(1059): _engine_run_backward", 200, 400)
     r.arrow("s", 70)
     r.arrow("f", 300)
-    r.function("nn.Module: Net_0", 250, 290)  # a checkpoint's second forward
+    r.function("nn.Module: Net_0", 250, 290)  # second forward of a checkpoint
     r.host("Optimizer.step#AdamW.step", 400, 500, "user_annotation")
     r.host(load, 510, 600, "user_annotation")  # feeds an evaluation
     r.function("nn.Module: Net_0", 610, 700)
-    r.host(load, 710, 720, "user_annotation")  # feeds nothing: an epoch's end
+    r.host(load, 710, 720, "user_annotation")  # feeds no step, at the end of an epoch
     r.host(load, 730, 740, "user_annotation")
     assert parts(r) == [
         (0, 50, "loader_wait"),
@@ -422,7 +422,7 @@ def test_advice_names_the_slowest_line() -> None:
     assert (advice(own_code), advice(data_wait)) == ({"own-code"}, {"data-wait"})
     assert "train.py:30 (log)" in own_code
     assert "data.py:7 (__getitem__)" in data_wait
-    assert "num_workers=" in data_wait  # the training's thread makes the samples
+    assert "num_workers=" in data_wait  # the training thread makes the samples
 
 
 def test_advice_names_no_line_for_samples_of_workers() -> None:
@@ -541,7 +541,7 @@ def test_charts_are_drawn_to_scale() -> None:
     for column in ET.fromstring(profile_page.steps_chart(profile.steps)).iter("{http://www.w3.org/2000/svg}g"):
         bars = [numbers(rect, "y", "height") for rect in column if rect.tag.endswith("rect")]
         assert [y + height for y, height in bars[1:]] == pytest.approx([y for y, _ in bars[:-1]], abs=0.02)
-        assert bars[-1][0] == pytest.approx(8, abs=0.1)  # all steps take as long: up to the top
+        assert bars[-1][0] == pytest.approx(8, abs=0.1)  # equally long steps reach the top
     drawn = profile_page.memory_chart(Memory("cuda:0", ((0.1, 0), (0.2, 100), (0.3, 50)), 100, "forward"), 0.4)
     line = next(
         path for path in ET.fromstring(drawn).iter() if path.attrib.get("class") == "line" and "d" in path.attrib

@@ -1,4 +1,4 @@
-"""The command lines for NVIDIA's tools."""
+"""Command lines for NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_lines_are_for_this_script_and_survive_a_shell() -> None:
     assert ncu[ncu.index("--set") + 1] == "full"
     assert ncu[-6:] == ["2", "--steps", "1", "my train.py", "--name", "it's"]
     assert ncu[ncu.index("--launch-count") + 1] == "3"
-    assert " {kernel} " in nsight.commands("train.py", [], 7, 2)[1]  # the name brings its own quotes
+    assert " {kernel} " in nsight.commands("train.py", [], 7, 2)[1]  # the name contains quotes
 
 
 @pytest.mark.parametrize(("level", "samples"), [("0", True), ("2", True), ("3", False), ("4", False), (None, False)])

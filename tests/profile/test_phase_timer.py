@@ -48,7 +48,9 @@ class Slow(nn.Module):
 
 
 class Loop:
-    """Training on simulated time. Under the profiler each step takes ``overhead`` seconds more, half of it in forward.
+    """Training on simulated time.
+
+    Under the profiler each step takes ``overhead`` more seconds, half of them in forward.
 
     Attributes:
         profiled: for each step, whether it ran under a profiler.
@@ -230,7 +232,7 @@ def test_clipping_scaling_and_schedules_are_parts_of_the_update(clock: Clock, mo
 
 def test_a_clock_of_a_device_gives_times_when_asked() -> None:
     class Stream:
-        """Clock whose marks are numbers of events; times are known at the end."""
+        """Clock whose marks are numbers of events, with times that are known at the end."""
 
         def __init__(self) -> None:
             self.made = 0
@@ -256,7 +258,7 @@ def test_a_clock_of_a_device_gives_times_when_asked() -> None:
 
 
 def test_uploads_are_copies_to_the_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(tensor: Tensor, *_: object) -> Tensor:  # there is no GPU to copy to
+    def copy(tensor: Tensor, *_: object) -> Tensor:  # without a GPU nothing is copied
         clock.advance(1.0)
         return tensor
 
@@ -355,7 +357,7 @@ def test_other_threads_and_errors_leave_whole_spans() -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Function that ``torch.compile`` compiles whole, or not at all. It calls a model."""
+    """Function that ``torch.compile`` compiles as a whole, or not at all. The function calls a model."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     yield torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
@@ -371,5 +373,5 @@ def test_timing_compiles_nothing_again(within: bool, compiled: Callable[[Tensor]
         compiled(torch.ones(2, 4)).sum().backward()
         with torch._dynamo.config.patch(error_on_recompile=True):
             compiled(torch.ones(2, 4)).sum().backward()
-    with torch._dynamo.config.patch(error_on_recompile=not within):  # compiled within, a guard names what was replaced
+    with torch._dynamo.config.patch(error_on_recompile=not within):  # code compiled inside has such a guard
         compiled(torch.ones(2, 4)).sum().backward()

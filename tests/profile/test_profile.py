@@ -1,4 +1,4 @@
-"""run.profile: delays are found where they were put, syncs at their line, and training is not disturbed."""
+"""run.profile: locates delays and syncs, and does not disturb training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": Fa
 
 
 def mark(*_: Any) -> None:
-    """Leave a marker in the trace: a call that no other code makes and that takes no time."""
+    """Leave a marker in the trace: a call that no other code makes, and that takes no time."""
     time.sleep(0)
 
 
@@ -48,7 +48,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
 
 class Net(nn.Module):
-    """Two layers. If ``marked``, forward leaves a marker. If ``looks``, forward waits for the device."""
+    """Network of two layers. If ``marked``, forward leaves a marker. If ``looks``, forward waits for the device."""
 
     def __init__(self, marked: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_batches_that_workers_prefetched_are_not_timed() -> None:
         DataLoader(Samples(), batch_size=8, num_workers=1, prefetch_factor=4), taken.append, steps=2, warmup=1
     )
     assert len(profile.steps) == 2
-    assert profile.before >= 1 + SEARCHED_STEPS + 4  # the four that a worker may have in store are not timed
+    assert profile.before >= 1 + SEARCHED_STEPS + 4  # four steps whose batches a worker may hold are not timed
     assert len(taken) == profile.before + 2 + 2
 
 
@@ -195,7 +195,7 @@ def test_weights_are_those_of_the_same_steps_without_it(fused: bool) -> None:
     state = torch.get_rng_state()
     run.profile(steps=2, warmup=1)
     torch.set_rng_state(state)
-    for _, batch in zip(range(7), twin.loader, strict=False):  # warm-up, two that search, two timed, two profiled
+    for _, batch in zip(range(7), twin.loader, strict=False):  # 1 warm-up, 2 searched, 2 timed, 2 profiled
         twin.step(batch)
     ours, theirs = snapshot(run.model, run.optimizer), snapshot(twin.model, twin.optimizer)
     for part in ("parameters", "grads", "buffers", "modes", "hooks", "flags", "optimizer", "groups"):
@@ -250,7 +250,7 @@ def test_an_error_while_a_loaders_store_is_used_up_ends_the_profiler(capfd: pyte
     def fails(batch: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 5:  # one to warm up, two that look for syncs, and the second of the store's four
+        if steps == 5:  # one warm-up step, two that search for syncs, and the second of four prefetched batches
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -272,7 +272,7 @@ def test_a_profiler_of_the_loops_own_is_refused_before_it_ends_the_process() -> 
         profile_run(DataLoader(Samples(), batch_size=8), starts_one, warmup=1)
     with torch.profiler.profile(), pytest.raises(RuntimeError, match="profiler"):
         make().profile(steps=1, warmup=0)
-    with torch.profiler.profile() as own:  # and works again
+    with torch.profiler.profile() as own:  # the profiler works again
         torch.ones(3) + 1
     assert any(event.key == "aten::add" for event in own.key_averages())
 
@@ -289,7 +289,7 @@ def test_bad_arguments_are_named(argument: str, value: int) -> None:
 
 
 class OneEpoch:
-    """A loader that can be iterated only once."""
+    """Loader that can be iterated only once."""
 
     def __init__(self, count: int) -> None:
         self.left = count

@@ -1,4 +1,4 @@
-"""``flatout profile train.py``: scripts that know nothing of flatout, and what becomes of them."""
+"""``flatout profile train.py``: unchanged scripts, and their exit statuses."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_the_exit_status_is_the_scripts_however_it_ends(name: str, tmp_path: Path) -> None:
-    """A script's own exit status wins. Only a script that exits with 0 and leaves no profile ends with 1."""
+    """A script's own exit status takes precedence. A script that exits with 0 and leaves no profile ends with 1."""
     end, status = ENDS[name]
     path = write(tmp_path, f"import sys\n{LOOP}{end}\n")
     brief = ["profile", "--warmup", "1", "--steps", "3", "--keep-going"]
@@ -357,14 +357,14 @@ def test_names_that_a_user_gives_may_be_anything(tmp_path: Path, capfd: pytest.C
 def test_an_exception_shows_pythons_traceback_and_the_profile_so_far(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's names the rank where there were several
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's hook adds the number of the rank
     path = write(tmp_path, LOOP + "raise KeyError('lost')")
     assert main(["profile", "--steps", "50", "--warmup", "1", path]) == 1
     captured = capfd.readouterr()
     shown = captured.err[captured.err.index("Traceback") :].splitlines()
     assert shown[1] == f'  File "{path}", line 10, in <module>'
     assert [line for line in shown if not line.startswith("flatout:")][-1] == "KeyError: 'lost'"
-    assert timed_steps(captured.out) == 3  # of six: one warms up, two search for syncs
+    assert timed_steps(captured.out) == 3  # six steps: one warms up, two search for syncs
 
 
 def test_too_few_updates_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -504,7 +504,7 @@ else:
     )
     done = alone(path)
     assert "ended with 3\nended with 4\n" in done.stdout
-    assert done.stderr.count("flatout:") == 1  # before the script begins; no child adds a line
+    assert done.stderr.count("flatout:") == 1  # before the script starts, and children print no line
 
 
 def test_a_script_with_flatout_is_not_marked_twice(tmp_path: Path) -> None:

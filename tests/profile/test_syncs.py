@@ -117,7 +117,7 @@ def test_syncs_of_a_runs_loss_and_update_are_in_their_phases() -> None:
             super().step()
 
     def loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
-        batch.sum().item()  # outside of a module's call
+        batch.sum().item()  # outside a module's call
         return model(batch).sum()
 
     model = torch.nn.Linear(2, 1)
@@ -134,7 +134,7 @@ def test_an_error_puts_everything_back() -> None:
     with pytest.raises(ZeroDivisionError):
         found(lambda: 1 / 0)
     assert ([vars(Tensor).get(name) for name in names], _get_current_dispatch_mode_stack()) == before
-    assert not {"cpu", "to"} & vars(Tensor).keys()  # those of its base class show again
+    assert not {"cpu", "to"} & vars(Tensor).keys()  # attributes of the base class are visible again
 
 
 def test_warnings_of_the_debug_mode_are_taken_and_others_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rewrites the renderings."""
+"""Command that rewrites the renderings."""
 
 from tests.renderings.samples import SAMPLES, file_of, render
 

@@ -1,4 +1,4 @@
-"""Made-up runs to compare."""
+"""Invented runs to compare."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def pace(load: float = 0.5, step: float = 2.0, *, noise: float = 0.002, samples:
 
 
 def summary(after: Pace | None = None, before: Pace | None = None, **fields: Any) -> Summary:
-    """Return what the report on a run holds."""
+    """Return the contents of a report on a run."""
     made = Summary((FUSED,), ENVIRONMENT, before or pace(1.0, 3.0), after or pace(), training=TRAINING, code=CODE)
     return replace(made, **fields)
 
 
 def run(*args: Any, **fields: Any) -> Report:
-    """Return the report on a run; see ``summary``."""
+    """Return the report on a run. For the arguments see ``summary``."""
     return Report(summary(*args, **fields))
 
 

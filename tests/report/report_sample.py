@@ -1,4 +1,4 @@
-"""A made-up report that holds every status, every kind of trial and hostile text."""
+"""Invented report with every status, every kind of trial, and hostile text."""
 
 from flatout.report import Gain, Pace, Row, Summary, Trial
 

@@ -1,4 +1,4 @@
-"""Comparison of two runs: verdicts, parts, what changed, and sources that cannot be compared."""
+"""Comparison of two runs: verdicts, parts, changes, and sources that cannot be compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.report.comparison_sample import CODE, ENVIRONMENT, FUSED, TRAINING, p
 
 
 def changed(comparison: Comparison) -> dict[str, set[str]]:
-    """Return the names of what changed, by kind."""
+    """Return the names of changed values, by kind."""
     found: dict[str, set[str]] = {}
     for change in comparison.changes:
         found.setdefault(change.kind, set()).add(change.name)
@@ -334,7 +334,7 @@ def test_hostile_names_are_harmless() -> None:
 
 
 class Slower(Net):
-    """Model that does its work twice."""
+    """Model that computes everything twice."""
 
     def forward(self, x: Any) -> Any:
         return self.body(x) + self.body(x)

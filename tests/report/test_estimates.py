@@ -79,7 +79,7 @@ def test_intervals_of_starts_with_their_own_speed_hold_the_true_ratio(
     def measured(ms: float, noise: float, count: int) -> Estimate:
         start = ms * math.exp(generator.normal(0.0, spread))
         deviations = generator.standard_normal(count)
-        for i in range(1, count):  # stretches of training beside other programs have 0.1 to 0.4
+        for i in range(1, count):  # stretches of training have 0.1 to 0.4 while other programs run
             deviations[i] = correlation * deviations[i - 1] + math.sqrt(1 - correlation**2) * deviations[i]
         times = sorted(start * (1 + noise * deviations))
         outer = count // 4 if trimmed else 0

@@ -23,7 +23,7 @@ EMPTY = Summary(rows=(), environment={})
 
 
 def squeezed(text: str) -> str:
-    """Without the wrapping: one space between words."""
+    """Return the text with single spaces instead of line breaks."""
     return " ".join(text.split())
 
 
@@ -45,7 +45,7 @@ def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None
     assert sum(status in line for line in lines[3:] for status in wording.LOOKS) == len(report.rows)
     if ascii_only:
         assert text.isascii()
-        assert "?" not in text  # what stands for a character without an ASCII form
+        assert "?" not in text  # replacement of a character without an ASCII form
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -87,6 +87,22 @@ def test_reasons_are_complete_in_narrow_terminals() -> None:
     text = squeezed(in_terminal(Report(sample()).full(), 80))
     for row in sample().rows:
         assert squeezed(formatting.clean(row.why)) in text
+
+
+@pytest.mark.parametrize("width", range(40, 140, 5))
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_no_line_ends_within_a_fact_of_the_environment(width: int, ascii_only: bool) -> None:
+    environment = {
+        "cpu": "Some Processor 8581C @ 2.10GHz",
+        "cores": "2",
+        "torch": "2.14.1+cu130",
+        "date": "2026-11-26 22:09",
+    }
+    report = Report(dataclasses.replace(sample(), environment=environment))
+    for shown in (report, report.full()):
+        text = in_terminal(shown, width, ascii_only)
+        assert max(map(len, text.splitlines())) <= width
+        assert all(f"{name} {value}" in text for name, value in environment.items())
 
 
 def test_print_gives_text_without_colour_and_a_console_gives_colour() -> None:
@@ -258,7 +274,7 @@ def test_a_step_has_one_bar_if_one_side_has_no_phases() -> None:
     assert parts[0] / parts[1] == pytest.approx(2.1 / 4.1, rel=0.01)
     assert sum(parts[2:]) / sum(parts[:2]) == pytest.approx(1.98 / 6.2, rel=0.01)
     unknown = [cells for cells in table_rows(root_of(report), "versus") if not cells[1]]
-    assert [bool(after) for _, _, after, _ in unknown] == [True] * 3  # known after optimization, and still shown
+    assert [bool(after) for _, _, after, _ in unknown] == [True] * 3  # known only after optimization, and shown
 
 
 def test_unknown_figures_are_left_out() -> None:
@@ -280,7 +296,7 @@ def test_a_loop_without_a_race_shows_its_pace_and_no_factor() -> None:
     assert "factor" not in {e.attrib.get("class") for e in root_of(unraced).iter()}
     assert "factor" in {e.attrib.get("class") for e in root_of(raced).iter()}
     assert len(widths(chart(root_of(unraced), "milliseconds per batch"))) == 5
-    assert {len(cells) for cells in table_rows(root_of(unraced), "versus")} == {3}  # no column for the pace before
+    assert {len(cells) for cells in table_rows(root_of(unraced), "versus")} == {3}  # no column for the earlier pace
     assert {len(cells) for cells in table_rows(root_of(raced), "versus")} == {4}
 
 
@@ -326,7 +342,7 @@ def test_interval_has_the_decimals_of_its_gain() -> None:
 
 
 UNCERTAIN = [Gain(1.4), Gain(1.4, 1.4, 1.4), Gain(1.4, 0.0, math.inf), Gain(1.4, math.nan, math.nan)]
-"""Gains without an interval: from too few pairs, of one pair in an old report, with an open end, with unknown ends."""
+"""Gains without an interval: from too few pairs, from one pair of an old report, with open ends, with unknown ends."""
 
 
 @pytest.mark.parametrize("gain", UNCERTAIN)
@@ -340,7 +356,7 @@ def test_a_gain_without_an_interval_is_shown_without_one(gain: Gain, pairs: int)
     shown = "from one pair" if pairs == 1 else "from 2 pairs, no interval"
     drawn = chart(root_of(report), "speed")
     assert f"+40 % ({shown})" in {e.text for e in drawn.iter()}
-    assert sum(e.attrib.get("class") == "whisker" for e in drawn.iter()) == 1  # of torch.compile
+    assert sum(e.attrib.get("class") == "whisker" for e in drawn.iter()) == 1  # the whisker of torch.compile
     for text in (squeezed(in_terminal(report.full(), 80)), squeezed("".join(root_of(report).itertext()))):
         assert shown in text
     plain = report.to_dict()["rows"][0]

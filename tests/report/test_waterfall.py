@@ -1,4 +1,4 @@
-"""The waterfall: from the loop as it came to the loop as tuned, and nothing lost on the way."""
+"""Waterfall from the original loop to the tuned loop, which accounts for the whole difference."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -26,7 +26,7 @@ def row(name: str, before: float, ratio: float, **changes: object) -> Row:
 
 @st.composite
 def summaries(draw: st.DrawFn) -> Summary:
-    """Any mix of rows: kept by a trial, by a rule, rejected, without a finite time, named and not there."""
+    """Draw any mix of rows: kept by a trial, kept by a rule, rejected, without a finite time, named but missing."""
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True))
     time = st.one_of(MS, st.just(math.nan), st.just(math.inf))
     rows = []

@@ -66,7 +66,7 @@ def unable(reason: str) -> Exception:
 
 
 def refused(work: Callable[[], Any]) -> set[str] | None:
-    """Return the reason codes if the work refuses the job, else None."""
+    """Return the reason codes if the work refuses the job, otherwise None."""
     try:
         work()
     except (NotApplicable, Unsuitable) as reason:
@@ -75,7 +75,7 @@ def refused(work: Callable[[], Any]) -> set[str] | None:
 
 
 def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
-    """Return the reason codes if the technique refuses the job, else None."""
+    """Return the reason codes if the technique refuses the job, otherwise None."""
     technique = TECHNIQUES[name]
     if isinstance(technique, Advice):
         return refused(lambda: findings(name, job))
@@ -152,7 +152,7 @@ class Candidate:
 
     @property
     def stopped(self) -> set[str]:
-        """Reason codes for which the candidate fell back; empty while it is in use."""
+        """Reason codes for which the candidate fell back, empty while it is in use."""
         return _codes(self._candidate.failure) if self._candidate.failure else set()
 
     def make(self) -> Any:
@@ -315,7 +315,7 @@ class Recorders(list[Rerun]):
     """Recorders that the technique has made.
 
     Attributes:
-        error: error of all later recorders; None for none.
+        error: error of all later recorders, or None.
     """
 
     error: Exception | None = None

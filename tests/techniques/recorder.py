@@ -13,7 +13,7 @@ from flatout.core.snapshot import Snapshot
 
 
 class Rerun:
-    """Recorder that keeps a step as a function. Recording changes no state; replaying writes to the same tensors.
+    """Recorder that keeps a step as a function. Recording changes no state. Replaying writes to the same tensors.
 
     Attributes:
         recorded: recordings made so far.
@@ -21,7 +21,7 @@ class Rerun:
         eager: eager steps whose signatures may be recorded later.
         given_back: number of times that the memory of all recordings was freed.
         is_replaying: True inside a replay.
-        error: error that recordings and replays raise; None for none.
+        error: error that recordings and replays raise, or None.
     """
 
     def __init__(self, job: Any) -> None:

@@ -51,7 +51,7 @@ def job(model, **settings):
 
 
 def trained(model, candidate=None):
-    """Return the loss of a step and the gradients, drawn from the same random numbers."""
+    """Return the loss of a step and the gradients. Each call draws the same random numbers."""
     torch.manual_seed(2)
     x, y = batches()[0]
     loss = functional.cross_entropy(model(x), y)
@@ -107,7 +107,7 @@ def test_models_that_it_does_not_serve(model, optimizer, code):
 
 
 def limit_for(samples, **candidate):
-    """Return the bytes that training takes with so many samples at once."""
+    """Return the bytes that training needs for this number of samples at once."""
     its_job = job(blocks())
     with forced("activation_checkpointing", True, its_job):
         return SizeTrials(its_job).height(samples)

@@ -18,7 +18,7 @@ class Net(nn.Module):
     def __init__(self, view=False):
         super().__init__()
         self.view = view
-        self.one = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # a bias before BatchNorm has no gradient but noise
+        self.one = nn.Conv2d(3, 8, 3, padding=1, bias=False)  # a bias before BatchNorm has no gradient except noise
         self.norm = nn.BatchNorm2d(8)
         self.two = nn.Conv2d(8, 8, 3)
         self.head = nn.Linear(8 * 16, 3)

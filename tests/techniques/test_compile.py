@@ -27,7 +27,7 @@ from tests.techniques.harness import candidates, decided, forced, refusal, step
 ROOT = Path(__file__).parents[2]
 CROSS_ENTROPY = functional.cross_entropy
 ALONE = FORCED | {"precision": False, "compile": True}
-"""Nothing that changes a number, and nothing measured."""
+"""Techniques without changes of numbers, and without measurements."""
 
 
 def repeat(times, work):
@@ -102,7 +102,7 @@ def test_sizes_that_varied_in_the_trial_are_served_at_any_size_and_others_are_no
         model(torch.randn(2, length, 4))
     assert (len(compiler.graphs), compiler.runs) == (2, 6)
     model(torch.randn(6, 5, 4))  # this size did not vary
-    model(torch.randn(2, 1, 4))  # 1 is compiled for by itself
+    model(torch.randn(2, 1, 4))  # compiled separately for size 1
     assert (len(compiler.graphs), compiler.runs) == (2, 6)
 
 
@@ -207,7 +207,7 @@ def test_a_compiled_model_trains_like_the_plain_one_and_the_tail_batch_runs_plai
     )
     compilations = torch._dynamo.utils.counters["frames"]["total"]
     losses = [run.step(batch).item() for _ in range(2) for batch in run.loader]
-    assert torch._dynamo.utils.counters["frames"]["total"] == compilations  # 40 = 4 * 9 + 4: one tail batch an epoch
+    assert torch._dynamo.utils.counters["frames"]["total"] == compilations  # 40 = 4 * 9 + 4: one tail batch per epoch
     expected = []
     for _ in range(2):
         for x, y in loader:
@@ -221,7 +221,7 @@ def test_a_compiled_model_trains_like_the_plain_one_and_the_tail_batch_runs_plai
     run.undo()
 
 
-# -- when it applies -----------------------------------------------------------------------------------------
+# -- applicability -------------------------------------------------------------------------------------------
 
 
 def in_place(model):
@@ -323,7 +323,7 @@ def test_outputs_that_the_next_call_overwrites_are_copied(monkeypatch):
     assert torch.equal(first, x[:, :2])
 
 
-# -- what fails ----------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------
 
 
 def test_a_compiler_that_fails_is_a_rejection_with_its_reason(compiler):
@@ -337,7 +337,7 @@ def test_a_compiler_that_fails_is_a_rejection_with_its_reason(compiler):
         step(job, batches[0])
     row = outcome.rows["compile"]
     assert row.status == "rejected"
-    assert "no compiler here" in row.why  # the compiler's own words
+    assert "no compiler here" in row.why  # the compiler's message
     assert "\n" not in row.why
 
 
@@ -512,7 +512,7 @@ def test_model_and_loss_are_one_graph_for_a_whole_training(loss, precision, accu
             for batch in run.loader:
                 losses[-1].append(run.step(batch))
             losses[-1].append(run.evaluate(loader)["loss"])
-        assert compiler.runs - before == (15 if choice else 0)  # of 6 batches of an epoch, the last is smaller
+        assert compiler.runs - before == (15 if choice else 0)  # 6 batches per epoch, and the last one is smaller
         assert len(compiler.graphs) == 1
         assert "cross_entropy" in compiler.graphs[0].code
     assert all(value.shape == () and not value.requires_grad for value in losses[0] if isinstance(value, torch.Tensor))
@@ -549,7 +549,7 @@ def test_optimizing_twice_and_from_a_plan_compile_the_loss_again(compiler):
         return compiler.runs - before
 
     assert (compiled_runs(first), compiled_runs(second)) == (0, 1)
-    first.undo()  # it was replaced
+    first.undo()  # the second run has replaced it
     assert compiled_runs(second) == 1
 
 

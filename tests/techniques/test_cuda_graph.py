@@ -159,13 +159,13 @@ def test_rates_that_lie_on_the_device_are_written_when_they_change_and_groups_ge
     own = [group["lr"] for group in pair.runs[1].optimizer.param_groups]
     assert all(isinstance(lr, float) for lr in own)
     pair.train(16)
-    assert [float(rate) for rate in rates] == own  # the schedule has moved on since
+    assert [float(rate) for rate in rates] == own  # the schedule has continued
     versions = [rate._version for rate in rates]
     for scheduler in pair.schedulers:
         scheduler.gamma = 1.0
     pair.train(16)
     pair.train(16)
-    assert [rate._version for rate in rates] == [v + 2 for v in versions]  # views count together
+    assert [rate._version for rate in rates] == [v + 2 for v in versions]  # views count as one tensor
 
 
 def test_more_signatures_than_graphs_run_eagerly():
@@ -512,7 +512,7 @@ class Late(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return self.first(x) + (self.late(x) if self.calls > WARM_UP + 1 else 0)  # and the check of the loss
+        return self.first(x) + (self.late(x) if self.calls > WARM_UP + 1 else 0)  # 1 for the check of the loss
 
 
 def test_state_that_a_capture_would_begin_is_refused_and_removed():
@@ -561,7 +561,7 @@ def test_graphs_that_are_freed_leave_gradients_of_their_own_and_come_again():
     assert trained_state(run.model, run.optimizer)["grads"] == before
     assert all(p.grad is not grad for p, grad in zip(run.model.parameters(), held, strict=True))
     pair.train(16)
-    assert (pair.recorder.eager, pair.recorder.replayed) == (WARM_UP, 2)  # it is off
+    assert (pair.recorder.eager, pair.recorder.replayed) == (WARM_UP, 2)  # the technique is off
     pair.candidate.__enter__()
     pair.train(16, 16)
     assert (pair.recorder.recorded, pair.recorder.replayed) == (2, 3)
@@ -640,7 +640,7 @@ def test_inputs_are_copies_that_no_batch_of_the_callers_is():
     pair = Pair()
     batch, *others = batches_of(16, 16, 16)
     before = bits(batch[0])
-    for _ in range(WARM_UP + 1):  # captured with this very batch
+    for _ in range(WARM_UP + 1):  # captured with this batch
         pair.step(batch)
     assert pair.recorder.recorded == 1
     for other in others:
@@ -712,7 +712,7 @@ def test_asked_for_it_brings_the_fused_optimizer_and_undo_takes_both_away(record
     eager, replayed = recorder.eager, recorder.replayed
     for batch in batches_of(16, 16) * 2:
         run.step(batch)
-    assert recorder.eager == eager + 1  # which shows what holds since the trial
+    assert recorder.eager == eager + 1  # shows the state since the trial
     assert recorder.replayed == replayed + 3
     run.undo()
     assert recorder.given_back == 1
@@ -832,7 +832,7 @@ def test_a_graph_without_its_fused_optimizer_is_no_choice(recorders):
     assert "required-technique-forbidden" in reasons(str(refused.value))
 
 
-# -- when it applies -----------------------------------------------------------------------------------------
+# -- applicability -------------------------------------------------------------------------------------------
 
 
 def fused_job(batches=(), model=None, optimizer=None, **settings):

@@ -96,7 +96,7 @@ def test_algorithms_that_were_found_are_used_on_when_the_search_is_off():
             candidate.on_batch(batch(100))
         assert (cudnn.benchmark, cudnn.deterministic) == (False, True)  # found under deterministic's key
     assert (cudnn.benchmark, cudnn.deterministic) == (False, False)
-    with candidate:  # as a failed second optimize() does
+    with candidate:  # like a failed second optimize()
         assert not cudnn.benchmark
 
 
@@ -166,7 +166,7 @@ def test_a_loader_that_outlives_undo_changes_nothing():
     run, _ = tuned([batch(8 + i) for i in range(40)], own_loop=True)
     loader = run.loader
     run.undo()
-    cudnn.benchmark = True  # the user's own decision
+    cudnn.benchmark = True  # the user's decision
     assert len(list(loader)) == 40
     assert cudnn.benchmark
 
@@ -181,7 +181,7 @@ def test_the_watch_costs_no_batch():
     run.undo()
 
 
-# -- when it applies -----------------------------------------------------------------------------------------
+# -- applicability -------------------------------------------------------------------------------------------
 
 FIXED, VARYING = [batch(16)] * 4, [batch(16), batch(20)]
 

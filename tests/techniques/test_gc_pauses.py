@@ -1,4 +1,4 @@
-"""Garbage collection: no second long pause in an epoch, and Python's settings restored."""
+"""Garbage collection: at most one long pause in an epoch, and Python's settings restored."""
 
 import gc
 
@@ -21,14 +21,14 @@ def as_before():
 
 @pytest.fixture
 def collections(clock):
-    """Simulated duration of each collection, in ``collections.seconds``: by default 20 ms, which is long."""
+    """Simulated duration of each collection, ``collections.seconds``: 20 ms by default, which is long."""
 
     def pass_time(phase, _):
         if phase == "stop":
             clock.advance(pass_time.seconds)
 
     pass_time.seconds = 0.02
-    gc.callbacks.insert(0, pass_time)  # before those that read the clock
+    gc.callbacks.insert(0, pass_time)  # runs before the callbacks that read the clock
     yield pass_time
     gc.callbacks.remove(pass_time)
 
@@ -50,12 +50,12 @@ def epoch(collections):
 
 def test_objects_that_outlive_a_full_collection_are_set_aside_until_the_end(epoch):
     next(epoch)
-    assert gc.get_freeze_count() == 0  # no collection, nothing to do
+    assert gc.get_freeze_count() == 0  # without a collection there is nothing to do
     gc.collect(1)
     next(epoch)
-    assert gc.get_freeze_count() == 0  # not a full one
+    assert gc.get_freeze_count() == 0  # no full collection
     gc.collect()
-    assert gc.get_freeze_count() == 0  # between steps alone
+    assert gc.get_freeze_count() == 0  # collections only between steps
     next(epoch)
     assert gc.get_freeze_count() > 1000
     assert len(gc.get_objects()) < 1000

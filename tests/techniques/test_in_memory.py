@@ -1,4 +1,4 @@
-"""Row 13: data in memory, and the batches made from it."""
+"""Data in memory, and batches from this data."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_known_sizes():
     assert better_size(50257, 8) == 50304  # nanoGPT's
     assert better_size(30522, 8) == 30528  # BERT's
     assert better_size(10, 8) == 16
-    assert better_size(513, 8) == 520  # not 576: an eighth more
+    assert better_size(513, 8) == 520  # not 576, which is an eighth more
 
 
 @given(st.integers(1, 10**6), st.sampled_from([4, 8, 16]))
@@ -67,7 +67,7 @@ def test_a_vocabulary_is_found_with_every_name_of_its_weight():
     assert found(Gpt()) == [(("wte", "lm_head"), (("out_features", 257, 264),), 8)]
     assert found(Gpt(264)) == []
     assert found(Gpt(260), None, tf32=True) == []
-    assert found(Gpt(), None) == []  # float32 products run elsewhere
+    assert found(Gpt(), None) == []  # float32 products do not use tensor cores
 
 
 def test_an_embedding_alone_is_no_product():
@@ -76,7 +76,7 @@ def test_an_embedding_alone_is_no_product():
 
 def test_convolutions():
     model = nn.Sequential(
-        nn.Conv2d(3, 64, 7),  # an image's channels are as they are
+        nn.Conv2d(3, 64, 7),  # the channels of an image are given
         nn.Conv2d(64, 30, 3),
         nn.Conv2d(30, 30, 3, groups=30),
         nn.ConvTranspose2d(30, 16, 1),

@@ -28,7 +28,7 @@ class Ranks(Agreement):
 
 
 class Wide(nn.Module):
-    """Model with gradients of so many MiB that take no memory."""
+    """Model with gradients of a given number of MiB that take no memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -125,7 +125,7 @@ def test_a_forced_kernel_that_attention_does_not_run_in_is_refused():
     assert refused(lambda: forced("sdpa_backend", "flash", job)) is None
 
 
-# -- what is tried -------------------------------------------------------------------------------------------
+# -- candidates in trials ------------------------------------------------------------------------------------
 
 
 class Direct(nn.Module):

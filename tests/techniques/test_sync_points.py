@@ -109,7 +109,7 @@ def test_torch_and_flatout_themselves_are_not_named():
 
 
 def test_waits_of_torchs_own_modules_are_not_reported_for_the_calling_line():
-    model = nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3, 6], 2.0)  # which looks for non-zero elements
+    model = nn.AdaptiveLogSoftmaxWithLoss(8, 10, [3, 6], 2.0)  # looks for non-zero elements
     batches = [{"input_": torch.randn(16, 8), "target_": torch.randint(0, 10, (16,))} for _ in range(2)]
     opt = torch.optim.SGD(model.parameters(), 0.01)
     assert "no-waits" in refusal("sync_points", job_of(model, batches, optimizer=opt))

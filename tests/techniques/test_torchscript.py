@@ -1,4 +1,4 @@
-"""TorchScript: used where its results match the eager model, and eager calls everywhere else."""
+"""TorchScript: used if its results match the eager model. All other calls are eager."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_an_autocast_of_the_users_own_leaves_no_stale_weight_in_a_trace() -> Non
     model, x = Net().eval(), torch.randn(16, 8)
     with forced("torchscript", "trace", job_of(model)) as candidate:
         with torch.autocast("cpu", torch.bfloat16):
-            model.body(x)  # its weights in 16 bits wait in autocast's cache
+            model.body(x)  # autocast's cache now holds its weights in 16 bits
             model(x)
             candidate.end_warmup()
         with torch.no_grad():
@@ -423,7 +423,7 @@ def test_a_failure_while_training_falls_back_with_a_reason() -> None:
             torch.testing.assert_close([model(x), model(x)], [expected, expected])
         assert len(said) == 1
         assert candidate.stopped
-        with pytest.raises(RuntimeError, match="shapes"):  # the user's own mistake stays theirs
+        with pytest.raises(RuntimeError, match="shapes"):  # the user's error is raised unchanged
             model(torch.randn(16, 9))
 
 

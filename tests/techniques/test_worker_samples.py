@@ -84,7 +84,7 @@ def test_the_users_worker_init_fn_runs_last():
     loader = augmented("random.Random", worker_init_fn=init)
     run = with_workers(loader)
     first, again = drawn_by(run.loader, 1), drawn_by(run.loader, 1)
-    assert sorted(first) == sorted(again)  # each worker begins every epoch with the user's seed
+    assert sorted(first) == sorted(again)  # each worker starts every epoch with the user's seed
     assert loader.worker_init_fn is init
 
 

@@ -1,4 +1,4 @@
-"""Remedies of a verdict: the techniques that a report leaves to try."""
+"""Remedies of a verdict, which are the techniques that a report leaves to try."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SITUATIONS = {
     "copy": {"phases": phases(h2d=1.0)},
     "own code": {"phases": phases(host_idle=1.0)},
     "clocks": {"throttle": ("power limit",)},
-    "launch": {"utilisation": 0.5},
-    "kernels": {"utilisation": 0.99},
+    "launch": {"utilization": 0.5},
+    "kernels": {"utilization": 0.99},
 }
 
 

@@ -1,4 +1,4 @@
-"""Trained models for those who run them: loaded without flatout, and by C++."""
+"""Exported models, loaded without flatout and by C++."""
 
 import shutil
 import subprocess
@@ -46,7 +46,7 @@ def trained():
 
 
 def expected_of(run, x):
-    """What the plain model answers, in float32."""
+    """Return the output of the plain model in float32."""
     run.undo()
     return run.model.eval()(x).detach()
 
@@ -104,7 +104,7 @@ def test_a_program_of_libtorch_runs_it(trained, tmp_path):
 
 
 class Branch(nn.Linear):
-    """What a trace would lose, in a class that cannot be scripted."""
+    """Layer with a branch that a trace would lose, in a class that cannot be scripted."""
 
     def forward(self, *inputs):
         y = super().forward(inputs[0])

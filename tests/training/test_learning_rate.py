@@ -23,7 +23,7 @@ LRS = (0.1, 0.02, 0.3)
 """Rates of the parameter groups."""
 
 MOST = 100
-"""Steps that every scheduler here may be given."""
+"""Largest number of steps that every scheduler here supports."""
 
 
 def optimizer_of(tensor=False, lrs=LRS, momentum=0.9):
@@ -59,7 +59,7 @@ def from_to(start, end, part):
 
 
 def restarting(n, lr):
-    """Return the rate for periods of 8, 16, 32 and 64 steps, which begin after 0, 8, 24 and 56 steps."""
+    """Return the rate for periods of 8, 16, 32 and 64 steps, which start after 0, 8, 24 and 56 steps."""
     begin, period = next((b, p) for b, p in ((56, 64), (24, 32), (8, 16), (0, 8)) if n >= b)
     return from_to(lr, 1e-3, (n - begin) / period)
 
@@ -123,7 +123,7 @@ STEPPED_BY_USERS = {"ReduceLROnPlateau"}
 
 def scheduler_of(name, optimizer):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own schedulers
+        warnings.simplefilter("ignore")  # warnings of torch's own schedulers
         return SCHEDULERS[name][0](optimizer)
 
 
@@ -247,7 +247,7 @@ def test_subclasses_and_wrappers_have_the_rule_of_their_optimizer(cls):
     assert rule_for(optimizer) == RULES[cls]
     wrapped = Wrapping(Wrapping(optimizer))
     assert rule_for(wrapped) == RULES[cls]
-    optimizer.outer = wrapped  # a circle of references
+    optimizer.outer = wrapped  # a cycle of references
     assert rule_for(wrapped) == RULES[cls]
     assert RULES[cls] in LR_RULES
 
@@ -673,7 +673,7 @@ def test_stopped_training_resumes_with_the_same_rates(name, history, at, tensor,
     again.load_state_dict(state)
     if load == "after":
         other.load_state_dict(saved)
-    again.enable()  # as it was when it was saved
+    again.enable()  # enabled when it was saved
 
     for u in range(at, updates + 1):
         assert rates(other) == rates(optimizer)

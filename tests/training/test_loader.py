@@ -57,7 +57,7 @@ def test_optimizing_an_optimized_loader_starts_from_the_users_own():
 
 
 class OnlyAtHome(Dataset):
-    """Cannot run in a worker process; each sample takes a millisecond of a simulated clock."""
+    """Dataset that fails in worker processes. Each sample takes a millisecond of a simulated clock."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -85,7 +85,7 @@ def test_a_loader_that_fails_in_its_trial_is_rejected_with_the_reason(clock):
     )
     row = run.report.row("workers")
     assert row.status == "rejected"
-    assert "not in a worker" in row.why  # the dataset's own words
+    assert "not in a worker" in row.why  # the dataset's message
     assert len(list(run.loader)) == 4
 
 
@@ -128,7 +128,7 @@ def test_the_cached_loader_yields_what_the_dataloader_does():
 
 
 class Shuffled(Sampler):
-    """A user's own."""
+    """User's sampler."""
 
     def __len__(self):
         return 64
@@ -140,7 +140,7 @@ class Shuffled(Sampler):
 @pytest.mark.parametrize("own_sampler", [False, True])
 @pytest.mark.parametrize("batches", [0, 2, 5])
 def test_a_run_goes_on_in_mid_epoch(own_sampler, batches):
-    """Also where trials have taken batches that were given back."""
+    """The test includes trials that take batches and return them."""
     x = torch.arange(64.0)[:, None].expand(64, 8).contiguous()
     data = TensorDataset(x, torch.arange(64) % 3)
 

@@ -68,7 +68,7 @@ def test_attributes_reach_all_loaders_that_slices_were_made_of():
 
 
 def numbers_of(sampler: DistributedSampler, loader: Any, epochs: int, *, stop: int | None = None) -> list[int]:
-    """Return the sampler's epoch in each epoch, of which the last is left after ``stop`` batches."""
+    """Return the sampler's epoch in each epoch. The last epoch ends after ``stop`` batches."""
     seen = []
     for epoch in range(epochs):
         for number, _ in enumerate(loader, 1):
@@ -117,7 +117,7 @@ def test_the_number_of_the_epoch_is_resumed(epochs, stop, expected):
     sampler, loader = sharded(rank_1())
     numbers_of(sampler, loader, epochs, stop=stop)
     state = loader.state_dict()
-    for _ in range(2):  # the second one saves what it has loaded
+    for _ in range(2):  # the second loader saves the loaded state
         sampler, resumed = sharded(rank_1())
         resumed.load_state_dict(state)
         state = resumed.state_dict()

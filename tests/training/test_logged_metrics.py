@@ -1,4 +1,4 @@
-"""What is logged comes out exactly, in order, to everybody who listens; on a GPU see tests/gpu/test_logs.py."""
+"""Logged values reach all listeners, exact and in order. For a GPU see tests/gpu/test_logs.py."""
 
 import threading
 
@@ -55,7 +55,7 @@ def test_listeners_hear_everything_in_order_until_they_stop():
     stop()
     logs.log("after", 5, 5)
     assert heard == [(step, "x", float(step)) for step in range(4)]
-    assert list(logs) == [(3, "x", 3.0), (5, "after", 5)]  # memory is bounded
+    assert list(logs) == [(3, "x", 3.0), (5, "after", 5)]  # memory is limited
     assert logs.latest("x") == 3.0
     assert logs.latest("before") is None
 

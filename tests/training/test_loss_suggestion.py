@@ -1,4 +1,4 @@
-"""Errors about batches show the line of code that takes the user's own batches."""
+"""Errors about batches, which show the line of code for the user's own batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TwoInputs(OneInput):
 
 
 class OwnLoss(OneInput):
-    """Returns its loss, as models of transformers do."""
+    """Model that returns its loss, as models of transformers do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         output = self.body(input_ids)
@@ -91,7 +91,7 @@ def test_the_error_shows_a_line_with_the_batchs_own_names(model: Any, batch: Any
         flatout.optimize(model, [batch] * 4, optimizer, loss_fn, **settings)
     if "labels)" in line and "batch['labels']" not in line:
         return
-    # The line works as it stands, once loss_fn is a name.
+    # The line runs unchanged if loss_fn is defined.
     written = re.search(r"compute_loss=(lambda model, batch: .*)$", str(error.value))
     assert written is not None
     compute_loss = eval(written[1], {"loss_fn": functional.cross_entropy})

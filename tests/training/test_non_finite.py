@@ -226,9 +226,9 @@ def test_a_gpu_is_asked_for_every_fiftieth_loss_while_all_is_well(delay: int, de
 @pytest.mark.parametrize(
     ("delay", "raised_at"),
     [
-        (0, 53),  # 51, 52 and 53
-        (1, 54),  # the same, each a step later
-        (5, 63),  # 51 arrives in step 56; then 56, 57 and 58 arrive in 61, 62 and 63
+        (0, 53),  # steps 51, 52 and 53
+        (1, 54),  # the same steps, each one step later
+        (5, 63),  # 51 arrives in step 56, and then 56, 57 and 58 arrive in 61, 62 and 63
     ],
 )
 def test_late_losses_are_counted_from_the_first_bad_step_that_was_read(

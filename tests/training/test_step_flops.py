@@ -1,4 +1,4 @@
-"""A step whose FLOPs are counted trains as any other: counting runs the user's code once more."""
+"""Steps whose FLOPs are counted train as other steps do, although counting runs the user's code once more."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def test_counting_a_new_shape_in_mid_training_leaves_what_the_loss_reaches(clock
 
     model, own, batches = made()
     run = flatout.optimize(model, batches[:2], own, compute_loss=compute_loss, budget=0)
-    clock.advance(1000)  # of training, of which counting may take a share
+    clock.advance(1000)  # seconds of training, of which counting may take a share
     before = noise.get_state(), critic.weight.item()
     steps.clear()
     run.step(batches[2])
-    assert steps == [2, 2]  # counted, and trained
+    assert steps == [2, 2]  # one call counts, and one trains
     after = noise.get_state(), critic.weight.item()
     noise.set_state(before[0])
     with torch.no_grad():

@@ -20,7 +20,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def the_only_techniques(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Function that makes techniques the only ones of ``optimize``, because no argument adds a technique."""
+    """Return a function that makes techniques the only ones of ``optimize``, because no argument adds a technique."""
 
     def register(*techniques: Technique) -> None:
         for module in (

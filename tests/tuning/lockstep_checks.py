@@ -80,7 +80,7 @@ def end_after_a_hang() -> None:
 
 
 class Net(nn.Module):
-    """Model with state in BatchNorm and random numbers in Dropout, for which several techniques apply."""
+    """Model with state in BatchNorm and random numbers in Dropout, to which several techniques apply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Net(nn.Module):
 
 
 class Machine(Clock):
-    """Simulated clock of one rank, whose work takes a random time. Now and then the rank is late in real time, too.
+    """Simulated clock of one rank, whose work takes a random time. Sometimes the rank is late in real time, too.
 
     Args:
         rank: number of the rank. No clock has the time of another.
@@ -122,7 +122,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
     """Deterministic samples that take time.
 
     Args:
-        machine: the clock that each sample advances; None for samples that take none.
+        machine: the clock that each sample advances, or None for samples without load time.
         seconds: time of a sample.
     """
 
@@ -261,7 +261,7 @@ def failing(program: Program, rank: int) -> Iterator[list[str]]:
                 patch(flatout.tuning.verification, "observe", before)
             elif program.place == "combination":
                 patch(CombinationTrials, "_measure", before)
-            elif program.place == "numerics":  # all candidates compute something else on this rank
+            elif program.place == "numerics":  # all candidates compute wrong values on this rank
                 patch(flatout.tuning.verification, "compare", differing)
             elif program.place == "restore":
                 patch(Snapshot, "restore", after)
@@ -366,7 +366,7 @@ def run_ends_alike(seed: int) -> None:
 
 
 def loops_train_for_equally_many_batches() -> None:
-    """Steps and batches take ten times as long on rank 1. All ranks rest for as long, and stop at the same time."""
+    """Steps and batches take ten times as long on rank 1. All ranks rest equally long, and stop at the same time."""
     together = ranks()
     machine = Machine(together.rank, 0, 0.0)
     seconds = 1.0 if together.rank == 1 else 0.1

@@ -127,7 +127,7 @@ def parts_of_a_given_size_stay_in_its_plan() -> None:
 
 
 def auto_takes_larger_batches_where_they_are_faster(slow: int) -> None:
-    """The steps of one rank are slow, and take as long for many samples. Those of the others take no time."""
+    """Steps of one rank are slow, and equally slow for many samples. Steps of the other ranks take no time."""
     with simulated_tuning() as clock:
         seconds = as_long_for_many if dist.get_rank() == slow else lambda samples: 1e-6
         run = measured(net(), loader_of(1024, 4, shuffle=True), clock, seconds, batch_size="auto")
@@ -137,7 +137,7 @@ def auto_takes_larger_batches_where_they_are_faster(slow: int) -> None:
     assert row.gain is not None
     assert row.gain.ratio == pytest.approx(128 / 4, rel=1e-2)
     assert "update-resized" in reasons(row)
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)  # the warm-up begins with the old rate
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)  # the warm-up starts with the old rate
     lengths = [len(batch[0]) for batch in run.loader]
     assert lengths == [128 // dist.get_world_size()] * 8
     run.undo()
@@ -157,7 +157,7 @@ def auto_keeps_to_the_memory_limit() -> None:
     samples = on_all(run.loader.batch_size) // dist.get_world_size()
     batch = next(iter(run.loader))
     assert len(batch[0]) == samples
-    resident = sum(3 * p.nbytes for p in run.model.parameters())  # with momentum, and the buckets of DDP
+    resident = sum(3 * p.nbytes for p in run.model.parameters())  # includes momentum, and the buckets of DDP
     took = resident + step_memory(lambda: run.step(batch), torch.device("cpu"), ranks=ranks())
     assert 0.7 * limit < took <= limit
     run.undo()
@@ -166,7 +166,7 @@ def auto_keeps_to_the_memory_limit() -> None:
 def parts_that_are_faster_on_the_slowest_rank_are_found(slow: int) -> None:
     with simulated_tuning() as clock:
         seconds = beyond_a_cache if dist.get_rank() == slow else lambda samples: 1e-6
-        batch = 64 * dist.get_world_size() + 1  # one rank has a sample more
+        batch = 64 * dist.get_world_size() + 1  # one rank has one sample more
         run = measured(net(), list(loader_of(4 * batch, batch)), clock, seconds)
     row = run.report.row("batch_size")
     assert row.status == "kept", row
@@ -282,7 +282,7 @@ def limit_for(samples: int) -> int:
 def checkpoints_make_room_on_all_ranks(budget: float) -> None:
     """Memory holds the slices of batches only with checkpoints, or in parts."""
     samples = 32
-    batch = samples * dist.get_world_size() - 1  # one rank has a sample less
+    batch = samples * dist.get_world_size() - 1  # one rank has one sample less
     with simulated_tuning() as clock:
         run = measured(
             blocks(),

@@ -90,7 +90,7 @@ def test_only_what_is_surely_no_slower_uses_less_of_the_machine(low: float, spar
 def test_a_candidate_that_saves_memory_must_surely_be_no_slower() -> None:
     assert saves_memory(trial(EVEN, 200, 180))
     assert not saves_memory(trial(EVEN, 200, 192))
-    assert not saves_memory(trial(EVEN, 20, 10))  # too little to matter
+    assert not saves_memory(trial(EVEN, 20, 10))  # too small to matter
     assert not saves_memory(trial(SLOWER, 200, 10))
     assert not saves_memory(trial(UNSURE, 200, 10))
     assert not saves_memory(trial(ONE_PAIR, 200, 10, pairs=1))

@@ -110,7 +110,7 @@ def test_the_plan_holds_how_it_was_made(starts: Starts, plans: Path, monkeypatch
     assert kept.noise == pytest.approx(0.0, abs=1e-3)
     assert kept.cores is not None
     monkeypatch.setattr(session, "load_average", lambda: 0.5)
-    assert starts.start().plan.load_average == 0.25  # not of the race
+    assert starts.start().plan.load_average == 0.25  # not from the race
 
 
 def test_a_plan_without_measurements_does_not_hold_the_load(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_given_plan_is_not_raced(starts: Starts) -> None:
     starts.factors = dict.fromkeys(PAYS, 3.0)
     run = starts.start(plan=plan)
     assert run.plan == plan
-    assert starts.start().plan.decisions == {}  # of the cache, which is raced
+    assert starts.start().plan.decisions == {}  # from the cache, and compared in a race
 
 
 def test_a_plan_in_a_file_of_that_name_needs_a_path(
@@ -304,7 +304,7 @@ def test_what_does_not_apply_at_present_is_left_out(starts: Starts) -> None:
 
 def test_forced_techniques_are_forced_again(starts: Starts) -> None:
     techniques = only("cpu_threads", "fused_optimizer") | {"fused_optimizer": True}
-    starts.factors["fused_optimizer"] = 1.1  # slower, but the user asks for it
+    starts.factors["fused_optimizer"] = 1.1  # slower, but requested by the user
     first, second = (starts.start(techniques=techniques) for _ in range(2))
     assert first.plan == second.plan
     assert second.plan.decisions.keys() == set(PAYS)

@@ -1,4 +1,4 @@
-"""Default budget: at most a tenth of the training, and nothing if that pays for no comparison."""
+"""Default budget: at most a tenth of the training, and nothing if a tenth is too short for a comparison."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tuned(clock: Clock, step_seconds: float = 0.01, **settings: Any) -> flatout.
 
 
 def needed(run: flatout.Run) -> int:
-    """Return the expected_steps that the report's note names."""
+    """Return the expected_steps in the report's note."""
     (note,) = [note for note in run.report.summary.notes if "training-too-short" in reasons(note)]
     return int(note.split("expected_steps=")[1].split()[0])
 
@@ -105,7 +105,7 @@ def test_steps_that_are_too_long_for_any_default_ask_for_a_budget(clock: Clock) 
 
 def test_a_training_of_few_long_steps_takes_one_step_to_decide(clock: Clock) -> None:
     run = tuned(clock, step_seconds=2.0, expected_steps=20)
-    # The check of the loss and the count of FLOPs take a step each.
+    # The check of the loss and the count of FLOPs take one step each.
     assert run.report.summary.tuning_seconds < 3.5 * 2.0
     assert needed(run) == 200
 

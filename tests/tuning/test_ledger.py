@@ -1,4 +1,4 @@
-"""Ledger of decisions: the decision that counts, and the reverting of trials."""
+"""Ledger of decisions: the valid decision, and reverts of trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops from two loaders in turns: worker processes modelled on a simulated clock."""
+"""Alternating loops over two loaders, whose worker processes are modeled on a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
 
 
 class ModelledWorkers:
-    """Loader whose workers make a batch in ``seconds`` each, and hold ``queue`` batches ahead together.
+    """Loader whose workers each make a batch in ``seconds``, and together prefetch ``queue`` batches.
 
     A worker starts its next batch when the training takes one, like those of a DataLoader.
     """
@@ -46,7 +46,7 @@ class ModelledWorkers:
 
 
 class Alone(ModelledWorkers):
-    """Loader that makes a batch in this process when it is asked for."""
+    """Loader that makes a batch in this process on request."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__(clock, seconds, workers=0, queue=0)
@@ -59,7 +59,7 @@ class Alone(ModelledWorkers):
 
 @pytest.fixture
 def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let timers know the queue of modelled workers."""
+    """Let timers see the queue of modeled workers."""
     monkeypatch.setattr(
         loader_timer, "workers_and_queue", lambda _, loader: (max(1, loader.workers), getattr(loader, "queue", 0))
     )

@@ -108,7 +108,7 @@ class FirstOnesAtOnce(Sampler):
 
 def test_prefetched_batches_do_not_count(clock):
     data = TensorDataset(torch.ones(800))
-    # Three batches are prefetched, so three more batches are drawn than are taken.
+    # Three batches are prefetched, so the loader draws three more batches than the loop takes.
     sampler = FirstOnesAtOnce(clock, at_once=8 * (4 + 3), seconds=0.1)
     one = track(DataLoader(data, batch_size=8, sampler=sampler, num_workers=1, prefetch_factor=3))
     assert one.fewest_alone == 3 + 1 + 1
@@ -157,7 +157,7 @@ def test_what_is_off_in_a_block_is_on_again_in_its_order():
 
 
 ALONE = QUICK | dict.fromkeys(["channels_last", "cpu_threads", "torchscript", "transforms", "sdpa_backend"], False)
-"""The fused optimizer and data in memory are what is left to try."""
+"""Techniques that leave the fused optimizer and data in memory to try."""
 
 
 def fused_pays(samples, active):
@@ -175,13 +175,13 @@ def test_the_report_knows_what_trials_kept_and_the_loaders_rate(clock):
     summary = tuned(loader, TimedStep(clock, fused_pays), in_memory=True).report.summary
     rows = {row.technique: row for row in summary.rows}
     assert summary.won == ("fused_optimizer",)
-    assert rows["in_memory"].status == "kept"  # asked for, not won
+    assert rows["in_memory"].status == "kept"  # forced, not won
     fused = rows["fused_optimizer"]
     assert fused.status == "kept"
     assert fused.chosen_trial.baseline_ms == pytest.approx(2000, rel=1e-3)
     assert fused.chosen_trial.candidate_ms == pytest.approx(1000, rel=1e-3)
     assert fused.purpose
-    assert summary.before.loader_per_second == pytest.approx(10, rel=1e-2)  # of the user's loader
+    assert summary.before.loader_per_second == pytest.approx(10, rel=1e-2)  # rate of the user's loader
     assert summary.after.loader_per_second > 100
     assert summary.notes == ()
 
@@ -218,8 +218,8 @@ def test_a_technique_that_is_slower_together_is_reverted(clock):
 
 
 def test_a_loader_that_is_slower_together_is_reverted_too(clock):
-    """With the fused optimizer, samples load slowly, and steps on samples in memory take five seconds."""
-    reads, is_cached = [0], [False]  # samples since the latest step; whether all were read in one go
+    """Samples load slowly with the fused optimizer. Steps on samples in memory then take five seconds."""
+    reads, is_cached = [0], [False]  # samples since the latest step, and True after one pass has read all
 
     def seconds(samples, active):
         is_cached[0] |= reads[0] >= 64
@@ -240,7 +240,7 @@ def test_a_loader_that_is_slower_together_is_reverted_too(clock):
     assert run.plan.decisions == {}
     reads[0] = 0
     assert len(list(run.loader)) == 8
-    assert reads[0] == 64  # by the user's loader
+    assert reads[0] == 64  # the user's loader made them
 
 
 def test_nothing_beyond_the_budget_is_measured(clock):

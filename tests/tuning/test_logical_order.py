@@ -1,4 +1,4 @@
-"""Random numbers in logical order: both memory formats draw what contiguous memory draws without the mode."""
+"""Random numbers in logical order: both memory formats draw the numbers of contiguous memory without the mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of seconds: each is measured once for several purposes, so that a minute decides several techniques."""
+"""Updates of seconds. Each is measured once for several purposes, so that a minute decides several techniques."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Combinable(OneCandidate):
 
 
 class TimedBench:
-    """Bench whose updates advance a clock, and are counted."""
+    """Bench whose updates advance a clock and are counted."""
 
     def __init__(self, clock: Clock, seconds: float = UPDATE, *, is_recorded: bool = False) -> None:
         self.seconds, self.updates = seconds, 0
@@ -124,7 +124,7 @@ def test_a_screening_takes_the_updates_that_compare_the_numerics(timed: TimedBen
     assert old.mean / new.mean == pytest.approx(2, rel=1e-2)
     slower = Combinable(timed, 1.5)
     screening, updates = timed.count(lambda: screen(bench, slower.candidates(bench.job)[0], [slower]))
-    assert updates == 2  # the baseline's results are kept
+    assert updates == 2  # the results of the baseline are kept
     assert not screening.is_hopeless
 
 
@@ -151,7 +151,7 @@ def test_a_hopeless_candidate_is_left_after_one_update(timed: TimedBench) -> Non
     screening, updates = timed.count(lambda: screen(bench, technique.candidates(bench.job)[0], [technique]))
     assert screening.is_hopeless
     assert screening.trial.gradient_difference is None
-    assert updates == 7 + 2 + 1  # pace, the baseline's results, and one update of the candidate
+    assert updates == 7 + 2 + 1  # pace, results of the baseline, and one update of the candidate
 
 
 def test_the_first_update_of_a_candidate_may_prepare_code(clock: Clock) -> None:

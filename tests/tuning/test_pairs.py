@@ -1,4 +1,4 @@
-"""Techniques that pay only in combination: tried as a pair, kept as two rows."""
+"""Techniques that pay only in combination: tried as a pair, and kept as two rows."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ONLY_THESE = dict.fromkeys(
     ["compile", "cpu_threads", "fused_optimizer", "in_memory", "torchscript", "workers", "channels_last"], False
 )
 SLOWER, FASTER = 2.0, 0.5
-"""Seconds of a step that takes one without the techniques."""
+"""Seconds of a step, if a step without the techniques takes one second."""
 
 
 class Attends(nn.Module):
@@ -86,7 +86,7 @@ def test_candidates_that_pay_only_together_are_kept_as_two(tuned):
     assert both.gain.ratio == pytest.approx(1 / FASTER, rel=1e-3)
     assert "pays-together-only" in reasons(both)
     assert math.chosen == "math"
-    assert math.trials == ()  # settled with the pair
+    assert math.trials == ()  # decided with the pair
     assert math.gain is None
     assert "tried-as-pair" in reasons(math)
     assert attends_by_products()

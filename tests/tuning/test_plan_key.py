@@ -1,4 +1,4 @@
-"""Key of a cached plan: each field that a decision depends on changes the key, and nothing else does."""
+"""Key of a cached plan: only fields that affect a decision change the key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Slower(Net):
 
 
 class Loader(DataLoader):
-    """Loader of a user's own class."""
+    """User's loader class."""
 
 
 class Samples(Dataset):
@@ -198,7 +198,7 @@ def test_every_property_of_the_machine_changes_its_field(
 
 @pytest.mark.parametrize("change", ["name", "total_memory", "multi_processor_count", "driver", "cuda", "cudnn"])
 def test_another_gpu_or_driver_changes_the_hardware(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated GPU; the fingerprint's ``device`` holds its name."""
+    """The test uses a simulated GPU. The fingerprint's ``device`` holds its name."""
     gpu = {"total_memory": 80 << 30, "multi_processor_count": 132}
     facts = gpu | {"driver": "550.54", "cuda": "13.0", "cudnn": 91000}
 

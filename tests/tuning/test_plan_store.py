@@ -1,4 +1,4 @@
-"""Store of cached plans: what comes back, what is not trusted, how many are kept, and many processes at once."""
+"""Store of cached plans: loaded plans, untrusted files, number of kept plans, and concurrent processes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_plans_that_were_not_used_for_longest_are_deleted(plans: Path, monke
     for age, key in enumerate(old):
         write_plan(key, PLAN)
         os.utime(plans / the_name(key), (1000 + age, 1000 + age))
-    assert read_plan(old[0]) == PLAN  # used now
+    assert read_plan(old[0]) == PLAN  # just used
     write_plan(new, PLAN)
     assert [read_plan(key) is not None for key in (*old, new)] == [True, False, True, True]
 

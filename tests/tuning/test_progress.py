@@ -1,4 +1,4 @@
-"""Progress of tuning: one live line at a terminal or in a notebook, one record for each technique in logs."""
+"""Progress of tuning: one live line in a terminal or notebook, and one record for each technique in logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def a_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shown:
-    """Line that notes its texts."""
+    """Line that records its texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -85,7 +85,7 @@ def optimized(clock: Clock, **arguments: Any) -> flatout.Run:
     return flatout.optimize(model, loader, optimizer, step.watch(model, optimizer), **(given | arguments))
 
 
-# The line
+# Content of the line
 
 
 def test_a_stage_shows_what_is_tried_and_the_seconds_of_the_budget() -> None:
@@ -127,7 +127,7 @@ def test_other_output_stays_as_it_is_above_the_line() -> None:
             print()
         shown.close()
         assert [sys.stdout, sys.stderr] == terminal.streams
-        print("late", file=after_line)  # by code that kept the stream
+        print("late", file=after_line)  # by code that has kept the stream
     printed = ["a whole line", "half a line, the other half", "a warning", "of two lines", "", "late", ""]
     assert screen(terminal.written) == printed
     assert terminal.frames[1] == terminal.frames[0], "the line comes back at once"
@@ -196,7 +196,7 @@ def test_a_terminal_that_is_gone_stops_no_print() -> None:
     assert "still here" in terminal.written
 
 
-# Where it is shown
+# Where the line is shown
 
 
 @pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
@@ -261,7 +261,7 @@ def test_one_process_of_a_training_shows_a_line(
     assert bool(terminal.frames) is shows
 
 
-# When it is drawn
+# When the line is drawn
 
 
 def test_the_seconds_are_updated_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_the_seconds_are_updated_at_intervals(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     line = Shown()
     shown = Progress(line)
-    shown.refresh()  # no stage has begun
+    shown.refresh()  # no stage has started
     with shown.stage("x"):
         for now in (0.1, 0.4, 0.5, 0.6, 0.9, 1.0):  # noqa: B007  (read by the clock)
             shown.refresh()
@@ -381,7 +381,7 @@ def test_each_technique_has_one_record(clock: Clock, logs: Callable[[], list[str
     fused = run.report.row("fused_optimizer")
     assert fused.gain is not None
     assert f"+{100 * (fused.gain.ratio - 1):.0f} %" in of(fused, logs())[0]
-    assert len(logs()) == len(run.report.rows) + 1  # and the sum
+    assert len(logs()) == len(run.report.rows) + 1  # and the total
 
 
 def test_a_decision_that_is_reverted_has_another_record(logs: Callable[[], list[str]]) -> None:
@@ -442,7 +442,7 @@ def test_without_configuration_nothing_is_written(clock: Clock, capfd: pytest.Ca
 
 
 class Watched(NotebookClient):
-    """Client that notes the updates of outputs."""
+    """Client that records the updates of outputs."""
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
@@ -469,7 +469,7 @@ def tune(loss_fn):
 def test_a_notebook_has_one_line_that_is_replaced() -> None:
     cells = TUNING, "tune(functional.cross_entropy)", "tune(lambda *_: 1 / 0)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    root = {"metadata": {"path": str(Path(__file__).parents[2])}}  # from which the kernel imports `tests`
+    root = {"metadata": {"path": str(Path(__file__).parents[2])}}  # the kernel imports `tests` from there
     client = Watched(notebook, timeout=300, kernel_name="python3", allow_errors=True, resources=root)
     client.execute()
     outputs = [cell.outputs for cell in notebook.cells]
@@ -537,14 +537,3 @@ def test_a_log_has_no_line_by_default(setting: str, monkeypatch: pytest.MonkeyPa
         pass
     shown.close()
     assert log.getvalue() == ""
-
-
-@pytest.mark.parametrize(("setting", "is_shown"), [("0", False), ("1", True), ("", True)])
-def test_the_bar_of_fit_follows_the_setting(
-    setting: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLATOUT_PROGRESS", setting)
-    model, loader, optimizer = make_job()
-    run = flatout.optimize(model, loader, optimizer, torch.nn.functional.cross_entropy, budget=0)
-    run.fit(1)
-    assert ("epoch 1/1" in capsys.readouterr().out) == is_shown

@@ -1,4 +1,4 @@
-"""The race of the tuned loop against the original takes as many pairs as the remaining time allows."""
+"""Race of the tuned loop against the original, which takes as many pairs as the remaining time allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks that train one model: a warning where nothing synchronizes them."""
+"""Several ranks that train one model: a warning if nothing synchronizes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reasons import reasons
 
 
 def run_of(model: nn.Module, loader: Any, optimizer: Any = torch.optim.SGD) -> tuple[flatout.Run, list[str]]:
-    """A run, and its warnings about ranks."""
+    """Return a run, and its warnings about ranks."""
     given = () if optimizer is None else (optimizer(model.parameters(), 0.1), functional.cross_entropy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -42,7 +42,7 @@ def check_plain_models_train_apart() -> None:
         assert len(noted) == 1
         assert "DistributedDataParallel" in noted[0]
         assert ("DistributedSampler" in noted[0]) is needs_sampler
-    run, said = run_of(Net(), loader_of(), None)  # a loop of one's own may wrap the model later
+    run, said = run_of(Net(), loader_of(), None)  # a user's own loop may wrap the model later
     assert not said
 
 

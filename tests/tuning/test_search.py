@@ -1,4 +1,4 @@
-"""Search: what a close call leaves undecided is tried again with the time that other techniques did not need."""
+"""Search, which repeats close trials with the time that other techniques did not need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS, NOISE = 0.05, 0.3
 
 
 class Close(OneCandidate):
-    """Technique with a gain of 15 % beside noise of 30 %."""
+    """Technique with a gain of 15 % under noise of 30 %."""
 
     is_on = False
 
@@ -33,7 +33,7 @@ class Close(OneCandidate):
 
 
 class Expensive(Close):
-    """Technique that may take 118 s, and takes a step."""
+    """Technique whose estimate is 118 s, although it takes one step."""
 
     name, title = "expensive", "an expensive candidate"
 
@@ -45,7 +45,7 @@ class Expensive(Close):
 def test_a_close_call_gets_the_time_that_is_left(
     beside: list[Expensive], the_only_techniques: Callable[..., None], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_seeds", itertools.count(50))  # orders of pairs that leave it a close call
+    monkeypatch.setattr(trial, "_seeds", itertools.count(50))  # these orders of pairs leave the trial undecided
     close = Close()
     the_only_techniques(close, *beside)
     model, loader, optimizer = make_job()

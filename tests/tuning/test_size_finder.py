@@ -132,7 +132,7 @@ any_machine = machines(
 )
 
 
-# ---- what is tried -----------------------------------------------------------------------------------------
+# ---- tried sizes -------------------------------------------------------------------------------------------
 
 
 @given(any_machine, st.integers(1, 8), st.integers(1, 600), st.booleans())
@@ -209,7 +209,7 @@ def test_what_cannot_be_asked_is_refused(wrong, facts):
         find(lambda _: None, **{"start": 8, "largest": 64, "limit": None} | wrong)
 
 
-# ---- what is fastest ---------------------------------------------------------------------------------------
+# ---- fastest size ------------------------------------------------------------------------------------------
 
 
 @given(machines())
@@ -310,7 +310,7 @@ def test_half_of_a_size_that_cannot_be_doubled_shows_the_overhead():
     assert trials.taken == [64, 32, 100]
 
 
-# ---- what fits ---------------------------------------------------------------------------------------------
+# ---- largest size that fits --------------------------------------------------------------------------------
 
 
 @given(machines(bend=st.integers(1, 1000)), st.booleans())
@@ -432,7 +432,7 @@ def test_the_last_probe_is_of_the_smallest_where_nothing_fitted(most_probes):
     assert trials.taken[-1] == 3
 
 
-# ---- what it says ------------------------------------------------------------------------------------------
+# ---- reasons -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

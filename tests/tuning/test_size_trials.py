@@ -16,7 +16,7 @@ WIDTH = 256
 
 
 def make(*extra, **settings):
-    """Return a job with one batch of 32 samples; ``extra`` layers follow the first."""
+    """Return a job with one batch of 32 samples. ``extra`` layers follow the first layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, WIDTH), *extra, nn.Tanh(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
     batches = [(torch.randn(32, 16), torch.arange(32) % 4)]
@@ -49,7 +49,7 @@ def test_a_probe_measures_as_much_memory_as_an_unhurried_look_and_its_faster_ste
     job = make()
     trials = SizeTrials(job)
     expected = trials.height(64)
-    durations = iter([9.0, 3.0, 2.0])  # of the step whose memory is measured, and of those that are timed
+    durations = iter([9.0, 3.0, 2.0])  # the measured step, and two timed steps
     job.spec.model.register_forward_hook(lambda *_: clock.advance(next(durations)))
     probe = trials.probe(64)
     assert probe.bytes == expected

@@ -1,4 +1,4 @@
-"""Gain from a number of pairs that is fixed before the first."""
+"""Gain from a fixed number of pairs."""
 
 from __future__ import annotations
 

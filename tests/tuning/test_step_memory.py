@@ -49,7 +49,7 @@ def test_what_stays_between_steps_is_not_the_steps() -> None:
 
     needed = step_memory(step, CPU)
     assert needed is not None
-    assert needed <= 2.1 * MEGABYTE  # temporaries of a tensor's update: neither gradients nor moments
+    assert needed <= 2.1 * MEGABYTE  # temporary tensors of an update, which are neither gradients nor moments
 
 
 def test_there_is_one_profiler_only() -> None:
@@ -74,7 +74,7 @@ class Eats(OneCandidate):
         self.held: list[weakref.ref[Any]] = []
 
     def candidates(self, job: Any) -> list[Candidate]:
-        """Return the hungry candidate, and one that changes nothing, whose steps follow the failure."""
+        """Return a candidate that runs out of memory, and then a candidate that changes nothing."""
         return [self.change(job), Change("idle", lambda: None, lambda: None)]
 
     def change(self, job: Any) -> Candidate:

@@ -1,4 +1,4 @@
-"""Paired trials: their order, when they end, and what they keep on simulated machines."""
+"""Paired trials on simulated machines: order, end, and kept candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks decide alike about worker processes and TorchScript, whose warm-ups take time of their own on each."""
+"""Equal decisions of all ranks about worker processes and TorchScript, whose warm-ups differ between ranks."""
 
 from __future__ import annotations
 

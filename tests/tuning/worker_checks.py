@@ -1,4 +1,4 @@
-"""Checks that all ranks of a pool decide alike about worker processes and TorchScript."""
+"""Checks of equal decisions on all ranks of a pool about worker processes and TorchScript."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def trained(run: flatout.Run) -> list[float]:
 
 
 def workers_are_measured_by_all_ranks() -> None:
-    """All ranks start workers and load at the same time. The decision is equal, whichever it is."""
+    """All ranks start workers and load at the same time. Either decision is allowed, but all ranks must agree."""
     run = tuned("workers", budget=10.0)
     trained(run)
 
@@ -128,7 +128,7 @@ def requested_torchscript_trains_as_the_plain_model(value: Any) -> None:
 
 
 def torchscript_that_fails_on_one_rank_is_refused_by_all() -> None:
-    """The script computes something else on rank 1."""
+    """The script computes wrong values on rank 1."""
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("no such operator")

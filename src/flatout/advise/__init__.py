@@ -1,1 +1,1 @@
-"""``flatout advise``: causes that slow a script down by file and line, measured gains, and a diff of its files."""
+"""Advice on a script: causes that slow the script down, by file and line, measured gains, and a diff of the files."""

@@ -29,9 +29,9 @@ class Advice:
 
     Attributes:
         boxes: the four boxes of the checklist.
-        causes: what slows the script down, the largest gain first.
+        causes: causes that slow the script down, the largest gain first.
         techniques: module and row of each technique that was timed, the largest gain first.
-        diff: unified diff in the script's folder; empty if nothing can surely be written.
+        diff: unified diff in the script's folder; empty if no change is surely correct.
         updates: number of updates that were observed.
     """
 
@@ -43,7 +43,12 @@ class Advice:
 
     @classmethod
     def of(cls, seen: Observations, folder: Path) -> Advice:
-        """Return the advice on what was seen of a script in a folder."""
+        """Return the advice on a script.
+
+        Args:
+            seen: observations of the script.
+            folder: folder of the script.
+        """
         causes = causes_of(seen)
         boxes = boxes_of(seen, causes)
         site = training_site(seen)
@@ -51,7 +56,7 @@ class Advice:
         return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
 
     def to_json(self, path: Path) -> None:
-        """Write everything to a file."""
+        """Write all data to a JSON file."""
         techniques = [
             {"module": module, "technique": row.technique, "status": row.status, "gain": row.gain and row.gain.ratio}
             for module, row in self.techniques
@@ -68,7 +73,7 @@ class Advice:
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_diff(self, path: Path) -> None:
-        """Write the diff to a file, byte by byte."""
+        """Write the diff to a file, without a change of its line ends."""
         path.write_bytes(self.diff.encode())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:

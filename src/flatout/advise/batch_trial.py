@@ -1,4 +1,4 @@
-"""Trial of a larger batch: a recorded call, once as it is and once with several times the samples."""
+"""Trial of a larger batch: a recorded call with its own samples, and with several times as many samples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flatout.core.batches import batch_size_of, map_tensors, tensors_of
 from flatout.core.snapshot import Snapshot
 
 TIMES = 4
-"""Samples of the larger batch, relative to the script's."""
+"""Samples of the larger batch, relative to the script's batch."""
 
 _ROUNDS = 5
 """Calls of each size. The fastest counts, because other processes only slow a call down."""
 
 
 def seconds_of_sizes(module: nn.Module, call: RecordedCall) -> tuple[float, float]:
-    """Return the seconds of forward and backward for a call, and for one with ``TIMES`` its samples.
+    """Return the seconds of forward and backward for a call, and for the call with ``TIMES`` times its samples.
 
-    The module, its gradients and random generators are as before.
+    The module, its gradients and the random generators are restored.
     """
     samples = batch_size_of((call.args, call.kwargs))
 

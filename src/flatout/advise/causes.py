@@ -18,17 +18,20 @@ from flatout.report.model import Row
 
 Code = Literal["starved_loader", "sync_in_loop", "fp32_matmuls", "tiny_batches", "evaluation_with_gradients", "on_cpu"]
 
-# Figures in this section: two cores of an AMD EPYC, two runs each beside 0, 2 and 4 busy loops, with the scripts of
-# tests/advise/scripts and with ones whose loaders, precision and batches are well chosen ("clean").
+# Figures in this section: two cores of an AMD EPYC, two runs each beside 0, 2 and 4 busy loops. "Planted" scripts are
+# those of tests/advise/scripts. "Clean" scripts have well-chosen loaders, precision and batches.
 
 LEAST_GAIN_OF_WORKERS = 1.1
 """Gain of workers above which a loader is called starved. Planted: 1.66 to 2.0, clean: up to 1.0."""
 
 SURE_GAIN_OF_WORKERS = 1.3
-"""Gain of workers above which a diff adds them. It lies between those above, because a diff must not slow down."""
+"""Gain of workers above which a diff adds workers.
+
+The value lies between planted and clean scripts, because a diff must not slow a script down.
+"""
 
 HANDOVER_SECONDS = 1e-3
-"""Time that the training process takes to receive a batch from a worker: 0.2 ms for 8 KiB, 2.5 ms for 1 MiB."""
+"""Assumed time in which the training process receives a batch from a worker: between those for 8 KiB and for 1 MiB."""
 
 MOST_WAIT = 0.5
 """Share of a step that waits for data, above which a loader is called starved although workers would not help.
@@ -37,13 +40,13 @@ Planted: 0.73 to 0.94. Clean, with a worker for each core: 0.08 to 0.47.
 """
 
 LEAST_PRODUCTS = 0.2
-"""Share of a step in products of matrices and convolutions, above which their precision matters.
+"""Share of a step in products of matrices and convolutions, above which the precision of the products matters.
 
 A precision with twice the speed gains 1.11 at this share. Planted: 0.91 to 0.95. Layers of 64 units: up to 0.04.
 """
 
 LEAST_BATCH_GAIN = 2.5
-"""Samples per second with ``TIMES`` the samples in a batch, relative to now, above which batches are called tiny.
+"""Gain in samples per second from ``TIMES`` times the samples in a batch, above which batches are called tiny.
 
 Planted: 3.4 to 3.6. Batches of 64 and 256: 1.0 to 2.0.
 """
@@ -58,7 +61,7 @@ class Cause:
 
     Attributes:
         code: name of the rule.
-        where: ``file:line`` of the user's code; empty if not known.
+        where: ``file:line`` of the user's code; empty if unknown.
         gain: speed of training without the cause, relative to now; None if it was not measured.
         is_estimate: True for a gain that is computed from measured times, and not from a trial.
         is_sure: True if the remedy needs no further trial, so that the diff may contain it.
@@ -81,9 +84,9 @@ class Box:
     """Box of the checklist.
 
     Attributes:
-        name: of the box.
-        is_ticked: True if the script does it, False if not, None if it does not apply.
-        where: ``file:line`` that shows it; empty without one.
+        name: name of the box.
+        is_ticked: True if the script fulfills the box, False if not, None if the box does not apply.
+        where: ``file:line`` of the code in question; empty if unknown.
     """
 
     name: BoxName
@@ -92,13 +95,13 @@ class Box:
 
 
 def causes_of(seen: Observations) -> tuple[Cause, ...]:
-    """Return all causes, the largest gain first, and those without a measured gain last."""
+    """Return all causes, the largest gain first. Causes without a gain are last."""
     found = [cause for rule in RULES for cause in rule(seen)]
     return tuple(sorted(found, key=lambda cause: -(cause.gain or 0.0)))
 
 
 def _on_cpu(seen: Observations) -> Iterator[Cause]:
-    """Find a model that trains on the CPU beside an idle GPU."""
+    """Find a model that trains on the CPU although there is a GPU."""
     site = training_site(seen)
     if torch.cuda.is_available() and site is not None and site.device == "cpu":
         yield Cause("on_cpu", site.where)
@@ -123,15 +126,15 @@ def _starved_loader(seen: Observations) -> Iterator[Cause]:
 
 
 def _gain_of_workers(profile: ProfileData, loader: LoaderSite) -> float:
-    """Return the estimated gain of a worker for each core: neither cores nor the training itself get faster."""
+    """Return the estimated gain of one worker per core. The cores and the training itself do not get faster."""
     seconds, wait, cores = profile.seconds, profile.phases["loader_wait"], usable_cores()
-    if loader.num_workers:  # they work all the time if the training waits for them
+    if loader.num_workers:  # workers are always busy if the training waits for them
         return seconds / max(seconds - wait, seconds * min(1.0, loader.num_workers / cores))
     return seconds / max(seconds - wait + HANDOVER_SECONDS, seconds / cores)
 
 
 def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
-    """Find lines that wait for the GPU in every step, or would wait if there were one."""
+    """Find lines that wait for the GPU in every step, or would wait with a GPU."""
     places: dict[str, str] = {}
     for sync in () if seen.profile is None else seen.profile.syncs:
         is_frequent = sync.per_step >= 1 and sync.is_in_every_step
@@ -142,7 +145,7 @@ def _sync_in_loop(seen: Observations) -> Iterator[Cause]:
 
 
 def _fp32_matmuls(seen: Observations) -> Iterator[Cause]:
-    """Find a model whose products of matrices take much of a step, in fp32."""
+    """Find a model whose products of matrices are in fp32 and take much of a step."""
     site, share = training_site(seen), _share_of_products(seen)
     if site is not None and _is_in_fp32(site) and share >= LEAST_PRODUCTS:
         gain, is_worth = _gain(seen, "precision"), _is_worth_bf16(seen, site)
@@ -152,7 +155,7 @@ def _fp32_matmuls(seen: Observations) -> Iterator[Cause]:
 
 
 def _tiny_batches(seen: Observations) -> Iterator[Cause]:
-    """Find batches that cost hardly less than larger ones."""
+    """Find batches that take almost as long as larger batches."""
     profile, site, loader = seen.profile, training_site(seen), seen.observer.training
     if profile is None or seen.sizes is None or site is None:
         return
@@ -168,11 +171,11 @@ def _tiny_batches(seen: Observations) -> Iterator[Cause]:
 
 
 def _evaluation_with_gradients(seen: Observations) -> Iterator[Cause]:
-    """Find calls that record a graph for a backward that never comes."""
+    """Find calls that record a graph without a later backward."""
     trained = seen.observer.trained
     wasted: dict[str, str] = {}
     for site in seen.observer.calls:
-        if site.is_wasted:  # a function that also trains is not at fault, but its caller
+        if site.is_wasted:  # if a function also trains, its caller is at fault
             where = next((place for place in site.places if place not in trained), site.where)
             wasted.setdefault(where, site.module)
     for where, module in wasted.items():
@@ -187,11 +190,11 @@ RULES: tuple[Callable[[Observations], Iterator[Cause]], ...] = (
     _tiny_batches,
     _evaluation_with_gradients,
 )
-"""Every rule."""
+"""All rules."""
 
 
 def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
-    """Return the four boxes of the checklist."""
+    """Return the checklist's four questions with their answers: device, loading, mixed precision and evaluation."""
     crossed: dict[Code, Cause] = {cause.code: cause for cause in reversed(causes)}
     site, loader = training_site(seen), seen.observer.training
     place = "" if site is None else site.where
@@ -216,12 +219,12 @@ def boxes_of(seen: Observations, causes: tuple[Cause, ...]) -> tuple[Box, ...]:
 
 
 def training_site(seen: Observations) -> CallSite | None:
-    """Return the line with the first training call; None without one."""
+    """Return the site of the first call that a backward reached; None if there is no such call."""
     return next((call for call in seen.observer.calls if call.is_reached), None)
 
 
 def workers_to_use() -> int:
-    """Return the number of loader workers to begin with."""
+    """Return a first choice for the number of loader workers."""
     return min(4, usable_cores())
 
 
@@ -232,7 +235,7 @@ def rows_of(seen: Observations) -> list[tuple[str, Row]]:
 
 
 def has_bf16_units(device: str) -> bool:
-    """Return True if a device multiplies 16-bit numbers faster than fp32 ones."""
+    """Return True if a device has units for products in bf16."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     tests = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -240,7 +243,7 @@ def has_bf16_units(device: str) -> bool:
 
 
 def _is_worth_bf16(seen: Observations, site: CallSite) -> bool:
-    """Return whether a trial was faster or, without a trial, the machine has the units."""
+    """Return True if a trial of bf16 was faster or, without a trial, if the device has units for bf16."""
     gain = _gain(seen, "precision")
     return has_bf16_units(site.device) if gain is None else gain > 1
 
@@ -256,7 +259,7 @@ def _share_of_products(seen: Observations) -> float:
 
 
 def _gain(seen: Observations, technique: str) -> float | None:
-    """Return the best gain of a technique over all modules; None if it was not timed."""
+    """Return the best gain of a technique over all modules; None if the technique was not timed."""
     return max((_ratio(row) for _, row in rows_of(seen) if row.technique == technique), default=None)
 
 

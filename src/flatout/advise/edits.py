@@ -1,4 +1,4 @@
-"""Diff of a script's files. Only changes that are surely right are written, and the files stay as they are."""
+"""Diff of a script's files. The diff has only changes that are surely correct, and the files do not change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flatout.advise.causes import Cause, workers_to_use
 
 Lines = list[str]
 Edit = Callable[[Lines, ast.Module, int, Collection[int]], Lines | None]
-"""``edit(lines, tree, line, trained)`` returns the changed lines of a file; None if nothing can surely be written.
+"""Function from ``(lines, tree, line, trained)`` to the changed lines of a file; None if no change is surely correct.
 
-Code that covers one of the lines in ``trained`` needs its gradients.
+Code that covers one of the lines in ``trained`` requires gradients.
 """
 
 _TRAINS = {"backward", "step"}
@@ -29,15 +29,15 @@ _MOST_POSITIONAL = 5
 
 
 def diff_of(causes: Iterable[Cause], folder: Path, device: str, trained: Collection[str] = ()) -> str:
-    """Return a unified diff that removes causes; empty if nothing can surely be written.
+    """Return a unified diff that removes causes; empty if no change is surely correct.
 
-    Its names are relative to the folder, after ``a/`` and ``b/``, as ``git apply`` and ``patch -p1`` expect.
+    File names are relative to ``folder``, after ``a/`` and ``b/``, as ``git apply`` and ``patch -p1`` expect.
 
     Args:
-        causes: what is to be removed.
-        folder: the script's folder. Files elsewhere are not changed.
+        causes: causes to remove.
+        folder: folder of the script. The diff has no files outside of this folder.
         device: device type of the training.
-        trained: ``file:line`` of lines whose calls need gradients.
+        trained: ``file:line`` of lines whose calls require gradients.
     """
     edits: dict[str, Edit] = {
         "evaluation_with_gradients": _without_gradients,
@@ -64,7 +64,7 @@ def _diff_of_file(folder: Path, name: str, changes: Sequence[tuple[int, Edit]], 
     try:
         before = _lines_of(folder / name)
         after = before
-        # An edit moves the lines below its place only, so that the places above stay valid.
+        # The last place is first, because an edit moves the lines below its place.
         for line, edit in sorted(changes, key=lambda change: -change[0]):
             edited = edit(list(after), _parsed(after), line, trained)
             if edited is not None and _parses(edited):
@@ -76,7 +76,7 @@ def _diff_of_file(folder: Path, name: str, changes: Sequence[tuple[int, Edit]], 
 
 
 def _lines_of(path: Path) -> Lines:
-    """Return the lines of a file with their ends as they are, so that a diff of the lines can be applied.
+    """Return the lines of a file with their original line ends, so that a diff of the lines can be applied.
 
     Raises:
         ValueError: the file is not UTF-8, or has lines that end in a lone carriage return.
@@ -103,7 +103,7 @@ def _parses(lines: Lines) -> bool:
 
 def _with_workers(lines: Lines, tree: ast.Module, line: int, _: Collection[int]) -> Lines | None:
     """Give a ``DataLoader(...)`` workers, and pinned memory if there is a GPU."""
-    if multiprocessing.get_start_method() != "fork":  # others need an importable script and picklable samples
+    if multiprocessing.get_start_method() != "fork":  # others require an importable script and picklable samples
         return None
     call = _loader_at(tree, line)
     if call is not None and (len(call.args) > _MOST_POSITIONAL or any(isinstance(a, ast.Starred) for a in call.args)):
@@ -128,7 +128,7 @@ def _with_workers(lines: Lines, tree: ast.Module, line: int, _: Collection[int])
 
 
 def _loader_at(tree: ast.Module, line: int) -> ast.Call | None:
-    """Return the call of ``DataLoader`` at a line; None if there are several."""
+    """Return the call of ``DataLoader`` at a line, or None if the line has none or several."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)]
     calls = [node for node in nodes if ast.unparse(node.func).rpartition(".")[2] == "DataLoader"]
     return calls[0] if len(calls) == 1 else None
@@ -139,7 +139,7 @@ def _is_zero(value: ast.expr) -> bool:
 
 
 def _place(node: ast.expr) -> tuple[tuple[int, int], int, int]:
-    """Return the first line and column, counted in bytes, and the last ones."""
+    """Return the first line and column of a node, and its last line and column. Columns count bytes."""
     return (node.lineno, node.col_offset), node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
@@ -152,7 +152,7 @@ def _without_gradients(lines: Lines, tree: ast.Module, line: int, trained: Colle
     if not _imports_torch(tree) or not around:
         return None
     if functions:
-        first = functions[-1].lineno - 1  # below other decorators, which may return no function
+        first = functions[-1].lineno - 1  # below other decorators, whose result may not be a function
         lines.insert(first, f"{_indent(lines[first])}@torch.no_grad(){_end(lines)}")
         return lines
     loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
@@ -160,7 +160,7 @@ def _without_gradients(lines: Lines, tree: ast.Module, line: int, trained: Colle
 
 
 def _autocast_on(device: str) -> Edit:
-    """Return an edit that runs the statement at a line in bf16, if what it assigns stays fp32."""
+    """Return an edit that runs the statement at a line in bf16, if the assigned value stays in fp32 or is a loss."""
 
     def edit(lines: Lines, tree: ast.Module, line: int, _: Collection[int]) -> Lines | None:
         found = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _covers(node, line)]
@@ -172,7 +172,7 @@ def _autocast_on(device: str) -> Edit:
             return wrapped
         calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
         if calls != [value] or not name.isidentifier():
-            return None  # the result of another function, which may be no tensor
+            return None  # the assigned value may not be a tensor
         last = (found[0].end_lineno or line) + 1
         text = f"{_indent(lines[found[0].lineno - 1])}{name} = {name}.float(){_end(lines)}"
         return [*wrapped[:last], text, *wrapped[last:]]  # some losses, and NumPy, do not accept bf16
@@ -187,7 +187,7 @@ def _losses(tree: ast.Module) -> set[str]:
 
 
 def _wrapped(lines: Lines, node: ast.stmt, context: str) -> Lines | None:
-    """Put a statement into a ``with`` block; None for text that would change with its indentation."""
+    """Put a statement into a ``with`` block. Return None if the indentation could change a string or other code."""
     first, last = node.lineno - 1, node.end_lineno or node.lineno
     texts = [part for part in ast.walk(node) if isinstance(part, (ast.JoinedStr, ast.Constant))]
     if any(part.lineno != part.end_lineno for part in texts) or lines[first][: node.col_offset].strip():
@@ -212,7 +212,7 @@ def _imports_torch(tree: ast.Module) -> bool:
 
 
 def _end(lines: Lines) -> str:
-    """Return the end of a file's lines."""
+    """Return the line end of a file."""
     return "\r\n" if lines[0].endswith("\r\n") else "\n"
 
 

@@ -1,7 +1,7 @@
 """Observations of a script while it runs: calls of its modules, and its loaders.
 
-``Module.__call__``, ``DataLoader.__init__`` and ``DataLoader.__iter__`` are replaced by functions that note the place
-of the call and pass it on. Calls by flatout's own trials are left out.
+Replacements of ``Module.__call__``, ``DataLoader.__init__`` and ``DataLoader.__iter__`` record the place of a call, and
+then run the original function. Calls by flatout's own trials are left out.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class CallSite:
     """Calls of a module with parameters, by the same lines of the user's code and in the same mode.
 
     Attributes:
-        places: ``file:line`` of the call, of the call of its function, and so on outwards.
+        places: ``file:line`` of the call, of the call of the surrounding function, and so on outwards.
         module: class of the module.
-        device: device type of its parameters.
-        dtypes: dtypes of its floating-point parameters.
+        device: device type of the module's parameters.
+        dtypes: dtypes of the module's floating-point parameters.
         autocast: True if a call ran under autocast.
         is_training: True if the last call was in train mode with gradients on.
         without_gradients: True if a call recorded no graph because gradients were off.
@@ -66,11 +66,11 @@ class CallSite:
 
     @property
     def is_wasted(self) -> bool:
-        """True if graphs were recorded, and no backward followed."""
+        """True if calls recorded graphs, and no backward followed."""
         return self.with_graph > 0 and not self.is_reached and (self.is_past or not self.is_training)
 
     def note(self, module: nn.Module, output: Any) -> None:
-        """Note a call that has returned."""
+        """Record a call that has returned."""
         ends = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         self.is_training = module.training and torch.is_grad_enabled()
         self.without_gradients |= not torch.is_grad_enabled()
@@ -81,7 +81,7 @@ class CallSite:
                 node.register_prehook(self.reach)
 
     def reach(self, *_: object) -> None:
-        """Note a backward."""
+        """Record that a backward reached a call."""
         self.is_reached = True
 
 
@@ -91,9 +91,9 @@ class LoaderSite:
 
     Attributes:
         where: ``file:line``.
-        num_workers: of the loader.
-        pin_memory: of the loader.
-        batch_size: of the loader; None if it makes no batches, or by a sampler.
+        num_workers: ``num_workers`` of the loader.
+        pin_memory: ``pin_memory`` of the loader.
+        batch_size: ``batch_size`` of the loader; None if the loader makes no batches or has a batch sampler.
         is_stream: True for an ``IterableDataset``, whose samples each worker would repeat.
         epochs: number of iterations that have begun.
     """
@@ -107,12 +107,13 @@ class LoaderSite:
 
 
 class Observer:
-    """Observes a script until it is closed.
+    """Observer of a script, active until ``close``.
 
     Attributes:
         calls: call sites, in the order of their first calls.
-        training: loader of the updates; None without one.
-        sample: a recent training call with its module; None before one.
+        training: loader that was in use at the first update with a known loader; None if there is none.
+        sample: recorded training call with a weak reference to its module; None without a recorded call.
+        wants_sample: True to record the next training calls in ``sample``.
     """
 
     def __init__(self) -> None:
@@ -130,19 +131,19 @@ class Observer:
         self._stack.enter_context(replaced(DataLoader, "__iter__", self._noting_epochs))
 
     def close(self) -> None:
-        """Give torch its functions back."""
+        """Restore torch's functions."""
         self.sample = None
         self._stack.close()
 
     def end_update(self) -> None:
-        """Note that the optimizer has stepped."""
+        """Record that the optimizer has stepped."""
         self.training = self._latest if self.training is None else self.training
         for site in self.calls:
             site.is_past = True
 
     @property
     def trained(self) -> frozenset[str]:
-        """``file:line`` of every line that leads to a call which a backward reached."""
+        """``file:line`` of every line that leads to a call that a backward reached."""
         return frozenset(place for site in self.calls if site.is_reached for place in site.places)
 
     def _noting_calls(self, call: Any) -> Any:
@@ -158,7 +159,7 @@ class Observer:
             site = observer._site_of(self, sys._getframe(1))
             if observer.wants_sample and site is not None and site.is_reached and site.is_training:
                 observer.sample = weakref.ref(self), RecordedCall.of(args, kwargs)
-            thread.is_called = True  # modules within calls by flatout's trials are not the user's calls
+            thread.is_called = True  # inner modules do not count, even if flatout's trials make the outer call
             try:
                 output = call(self, *args, **kwargs)
             finally:
@@ -211,7 +212,7 @@ class Observer:
 def places_of(frame: FrameType | None) -> tuple[str, ...]:
     """Return ``file:line`` of the user's code that leads to a call, from the innermost line outwards.
 
-    Calls by others, such as flatout's trials, have none.
+    The result is empty for calls by other code, such as flatout's trials.
     """
     frames = [(at, file) for at, file in outwards(frame) if not file.startswith(_PASSES_ON)]
     if not frames or not is_users(frames[0][1]):
@@ -220,7 +221,7 @@ def places_of(frame: FrameType | None) -> tuple[str, ...]:
 
 
 def _stack_of(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """Yield file and line of each frame, which takes less time than the places."""
+    """Yield file and line of each frame, which takes less time than ``places_of``."""
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

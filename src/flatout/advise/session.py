@@ -1,4 +1,4 @@
-"""Course of ``flatout advise``: some steps of a script are profiled, and techniques are tried between later ones."""
+"""Course of ``flatout advise``: some steps of a script are profiled, and techniques are tried between later steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flatout.profile.record import Course, ProfileRecording
 from flatout.profile.script import Ended, run_course
 
 STEPS, WARMUP = 5, 3
-"""Steps that are timed, and as many that are profiled, after some that warm up."""
+"""Number of steps to time and then to profile, and number of warm-up steps before."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Everything that was seen of a script.
+    """Observations of a script.
 
     Attributes:
         observer: calls and loaders.
-        profile: times of its steps; None if it made too few.
-        sizes: seconds of a training call, and of one with more samples; None without a trial.
+        profile: times of the script's steps; None if no step was timed.
+        sizes: seconds of a training call, and of the call with more samples; None without a trial.
         report: gains of techniques.
     """
 
@@ -41,7 +41,7 @@ class Observations:
 
 
 class _Time(Allowance):
-    """Time of trials: none before the profile is complete, and then all that is left."""
+    """Time for trials. No time is available before the profile is complete, and then all the remaining time."""
 
     def __init__(self, deadline: float) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class _Time(Allowance):
 
 
 class AdviceSession:
-    """One run of a script for advice.
+    """Run of a script for advice.
 
     Args:
-        options: what may be tried.
+        options: techniques that may be tried.
         seconds: time from the first update to the end of the run.
     """
 
@@ -70,9 +70,13 @@ class AdviceSession:
         self._sizes: tuple[float, float] | None = None
 
     def run(self, program: MainProgram) -> tuple[Observations, Ended]:
-        """Run a program, and end it by ``SystemExit(0)`` after an update, when all is seen or the time is up.
+        """Run a program, and end the program by ``SystemExit(0)`` after an update.
 
-        Its ``finally`` blocks and ``atexit`` functions run as usual.
+        The end comes when an epoch has passed and all techniques are tried, or when the time is up. The program's
+        ``finally`` blocks and ``atexit`` functions run as usual.
+
+        Returns:
+            The observations, and the end of the program.
         """
         self._observer, self._engine = Observer(), Engine(self._options, say)
         try:
@@ -100,7 +104,7 @@ class AdviceSession:
             self._observer.end_update()
 
     def _profile(self, deadline: float) -> Course:
-        """Profile steps until the deadline. Some are timed in any case: most causes are found by times."""
+        """Profile steps until the deadline. At least one step is timed, because most rules for causes require times."""
         steps = self._recording.course()
         try:
             while not next(steps, True) and (time.perf_counter() < deadline or not self._recording.timed):
@@ -110,7 +114,7 @@ class AdviceSession:
             steps.close()
 
     def _try_sizes(self) -> Course:
-        """Record a training call, and try it with more samples."""
+        """Record a training call, and time the call with more samples."""
         self._observer.wants_sample = True
         yield False
         self._observer.wants_sample = False
@@ -121,12 +125,12 @@ class AdviceSession:
             return
         try:
             self._sizes = seconds_of_sizes(module, sample[1])
-        except Exception as error:  # of a module that accepts one size only, or for want of memory
+        except Exception as error:  # the module may accept one size only, or run out of memory
             say(f"larger batches could not be tried: {first_line(error)}")
 
     @property
     def _has_seen_an_epoch(self) -> bool:
-        """True when the training loader has begun again, so that an evaluation after an epoch was seen."""
+        """True if the training loader has started a second epoch, so that an evaluation between epochs was seen."""
         loader = self._observer.training
         return loader is not None and loader.epochs > 1
 

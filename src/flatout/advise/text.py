@@ -24,7 +24,8 @@ MARKS: Mapping[bool | None, tuple[str, str]] = {
 _EXPLANATIONS: Mapping[Code, str] = {
     "on_cpu": 'the model trains on the CPU beside a GPU. Move it: model.to("cuda")',
     "starved_loader": "{share} of a step waits for data, with {workers} workers. {remedy}",
-    "sync_in_loop": "{call} in every step waits for the GPU. Keep the tensor, and read it every 100 steps",
+    "sync_in_loop": "on a GPU, {call} in every step waits for all earlier work. Keep the tensor, and read it every "
+    "100 steps",
     "fp32_matmuls": "fp32 products take {share} of a step. {remedy}",
     "tiny_batches": f"batches {{batch}} are small: {TIMES} times the samples take {{times}} times as long. "
     "Raise the batch size",
@@ -37,7 +38,7 @@ _REMEDIES: Mapping[str, str] = {
     "autocast": "Use torch.autocast",
     "no_bf16": "bf16 is not faster on this device",
 }
-"""Remedies of causes that have several."""
+"""Remedies of causes that have several possible remedies."""
 
 
 def explanation(cause: Cause) -> str:

@@ -1,4 +1,4 @@
-"""Mixed-precision helpers: torch's API, one pass over the gradients, nothing that waits for the device."""
+"""Mixed-precision helpers with torch's API. Updates of flatout's optimizers do not wait for the device."""
 
 from flatout.amp.clip import clip_grad_norm_, unscale_and_check_
 from flatout.amp.norms import grad_norms

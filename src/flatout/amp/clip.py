@@ -1,4 +1,4 @@
-"""Gradients rewritten in place, with torch's meaning to the letter."""
+"""Unscaling and clipping of gradients in place, with the semantics of torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def unscale_and_check_(tensors: Tensor | Iterable[Tensor], inv_scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Multiplies gradients with ``inv_scale`` in place, and looks at them, in one pass.
+    """Multiply gradients by ``inv_scale`` in place, and check them in the same pass.
 
     Args:
-        tensors: parameters (those that require grad: their ``.grad`` is meant, where there is one) or
-            gradients.
-        inv_scale: 1 / loss scale; None rewrites nothing.
+        tensors: gradients or parameters. A tensor that requires grad, or is an ``nn.Parameter``, counts as a parameter.
+            The gradient of a parameter is its ``.grad``, if that is not None.
+        inv_scale: 1 / loss scale. None: the gradients are only checked.
 
     Returns:
-        ``(found_inf, grad_norm)``, 0-dim on the first gradient's device, not synchronised: ``found_inf`` is
-        1.0 when one of the gradients as given is inf or NaN, ``grad_norm`` the 2-norm of all gradients after
-        unscaling, in float32 whatever their dtype (float64 for float64).
+        ``(found_inf, grad_norm)``, 0-dim on the device of the first gradient, not synchronized. ``found_inf`` is 1.0 if
+        a gradient was inf or NaN before unscaling, else 0.0. ``grad_norm`` is the 2-norm of all gradients after
+        unscaling, in float32, or in float64 if all gradients are float64. Without gradients, both are 0 on the CPU.
     """
     grads: list[Tensor] = []
     for tensor in _as_list(tensors):
@@ -48,25 +48,26 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, its norm safe from overflow and rounding in 16-bit dtypes.
+    """Clip gradients as ``torch.nn.utils.clip_grad_norm_``, without overflow and rounding of the norm in 16 bits.
 
-    The norm is computed in float32 (float64 where all gradients are) and accumulated in double. Where it is
-    already small enough the gradients are not written at all, which only the device decides.
+    The norm is computed in float32 (float64 if all gradients are float64) and accumulated in float64. If the norm is
+    small enough, no gradient is written. The device makes this decision, so the host does not wait.
 
     Args:
-        parameters: whose gradients to clip, in place.
+        parameters: parameters whose gradients are clipped, in place.
         max_norm: largest norm allowed, >= 0.
-        norm_type: order of the norm; 1, 2 and inf are native, any other goes through torch's norms.
-        error_if_nonfinite: raise when the norm is inf or NaN (this waits for the device).
-        foreach: accepted for torch's sake.
+        norm_type: order of the norm. 1, 2 and inf are native. torch computes other orders.
+        error_if_nonfinite: raise an error if the norm is inf or NaN. This waits for the device.
+        foreach: accepted for compatibility with torch, without effect.
 
     Returns:
-        The norm of all gradients before clipping, 0-dim. Of gradients that are all DTensors of one mesh, as in torch,
-        a DTensor that is the same on all ranks; of a mix, a plain tensor, to which plain gradients count once.
+        The norm of all gradients before clipping, 0-dim. If all gradients are DTensors of one mesh, the norm is a
+        DTensor that is the same on all ranks, as in torch. For a mix of gradients, the norm is a plain tensor, in which
+        plain gradients count once.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded; no
-            gradient has been changed.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded. No gradient
+            is changed.
         ValueError: ``max_norm`` is negative or NaN.
     """
     is_generator = isinstance(parameters, types.GeneratorType)

@@ -1,4 +1,4 @@
-"""``GradScaler``: torch's, with the update as one function; with native optimizers it asks the device nothing."""
+"""``GradScaler``: torch's class with updates in one call. Updates of native optimizers do not wait for the device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from flatout.core import gradients
+from flatout.core.uncompiled import uncompiled
 from flatout.optim.loss_scale import LossScale, inverse
 from flatout.optim.native_step import NativeStep
 from flatout.optim.update import apply, spoils_buffers, update
@@ -20,7 +21,7 @@ from flatout.optim.update import apply, spoils_buffers, update
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of ``GradScaler.update``, which show later whether they have changed.
+    """Inputs of ``GradScaler.update``, with the versions that show later changes.
 
     Attributes:
         tensors: the scale, its growth tracker, and every ``found_inf``.
@@ -38,7 +39,7 @@ class _Inputs:
 class GradScaler(torch.amp.GradScaler):
     """Equals ``torch.amp.GradScaler``: same arguments, same ``state_dict``.
 
-    What it adds:
+    Additions:
 
     - ``step(optimizer, max_grad_norm=...)`` clips inside the update. With an optimizer of ``flatout.optim`` this is the
       *lazy* form, which reads gradients and never rewrites them: ``p.grad`` stays scaled and unclipped.
@@ -46,9 +47,8 @@ class GradScaler(torch.amp.GradScaler):
     - ``step(optimizer)`` leaves unscaled gradients in ``p.grad``, as torch's does, even after a skipped step. An
       optimizer of ``flatout.optim`` writes the gradients in the same pass (4 more bytes per fp32 parameter).
     - With an optimizer of ``flatout.optim`` the device decides whether to skip, without a host synchronization.
-    - ``unscale_`` checks, unscales and stays exact: followed by clipping and ``step``, gradients are unscaled
-      once.
-    - ``last_step_skipped`` tells what became of the last step.
+    - ``unscale_`` checks and unscales in one pass. Clipping and ``step`` after this do not unscale again.
+    - ``last_step_skipped`` is True if the last step was skipped.
 
     Gradients may be float16, such as those of float16 parameters with master weights, only for ``step`` of a flatout
     optimizer. That step unscales them in float32 registers. ``unscale_`` refuses float16 gradients with and without
@@ -68,15 +68,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> Tensor | None:
-        """Whether the last ``step`` found an inf or a NaN and changed nothing: 0-dim bool, on the device.
+        """True if the last ``step`` found an inf or a NaN and changed nothing: 0-dim bool, on the device.
 
-        Nothing waits for it but who asks for its value, as ``bool()`` does. It stays until the next ``step``,
-        of whichever optimizer, and is neither saved nor copied with the scaler. None before the first step,
-        for a disabled scaler, and for optimizers that do their own checks.
+        The host waits only for a read of the value, as by ``bool()``. The value stays until the next ``step`` of any
+        optimizer. It is neither saved nor copied with the scaler. None before the first step, for a disabled scaler,
+        and for optimizers that do their own checks.
         """
         return self._last_step_skipped
 
-    @torch.compiler.disable  # as torch's method
+    @uncompiled  # as torch's method
     def scale(self, outputs: Any) -> Any:
         """Multiply outputs by the scale. Arguments and results are those of torch."""
         self._note_capture()
@@ -86,24 +86,24 @@ class GradScaler(torch.amp.GradScaler):
         if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             self.keeps_scale_in_place = True
 
-    @torch.compiler.disable
+    @uncompiled
     def step(
         self, optimizer: torch.optim.Optimizer, *args: Any, max_grad_norm: float | None = None, **kwargs: Any
     ) -> float | None:
-        """Unscales (unless ``unscale_`` did), clips, and steps unless a gradient is inf or NaN.
+        """Unscale (unless ``unscale_`` did), clip, and step unless a gradient is inf or NaN.
 
         Args:
             optimizer: the optimizer that owns the gradients.
             args: forwarded to ``optimizer.step`` of optimizers that are not flatout's.
             max_grad_norm: clip the unscaled gradients' global norm to this value. An optimizer of ``flatout.optim``
                 then leaves ``p.grad`` unchanged.
-            kwargs: as ``args``. Closures are not supported.
+            kwargs: forwarded like ``args``. Closures are not supported.
 
         Returns:
-            What ``optimizer.step`` returned (None for optimizers of ``flatout.optim``).
+            The result of ``optimizer.step``; None for optimizers of ``flatout.optim``, or if the step was skipped.
 
         Raises:
-            RuntimeError: a closure was given, or ``step`` was called already since the last ``update``.
+            RuntimeError: a closure is given, or ``step`` was already called since the last ``update``.
             ValueError: ``max_grad_norm`` is negative or NaN.
         """
         if not self._enabled and max_grad_norm is None:
@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor | None:
         scale, growth_tracker = self._check_scale_growth_tracker("step")
         self._computed = None  # the check overwrites the results of an earlier check
-        # A user's own `grad_scale` multiplies ours, and is used up, as in torch.
+        # As in torch, a `grad_scale` that the user has set multiplies the scale, and is removed.
         own = optimizer.__dict__.pop("grad_scale", None)
         factor: Tensor | LossScale
         if own is None and self._computes_natively(scale):
@@ -211,7 +211,10 @@ class GradScaler(torch.amp.GradScaler):
         apply(optimizer, factor, _found_inf(record), unscale_grads=not lazy)
 
     def _must_not_skip(self, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> bool:
-        """The step would be skipped by an optimizer that spoils its state in doing so: asks the device."""
+        """Return True if ``step`` must not be called, because the optimizer would skip it and spoil its state.
+
+        This waits for the device.
+        """
         if not (getattr(optimizer, "_step_supports_amp_scaling", False) and spoils_buffers(optimizer)):
             return False
         if record["stage"] is OptState.READY:
@@ -226,7 +229,7 @@ class GradScaler(torch.amp.GradScaler):
         if grads:
             gradients.scale_(grads, gradients.check(grads, None, max_grad_norm).grad_factor)
 
-    @torch.compiler.disable
+    @uncompiled
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -234,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """torch's hook behind ``unscale_``: one pass that checks and rewrites."""
+        """Check and unscale gradients in one pass. torch's ``unscale_`` calls this method."""
         grads = gradients.of_optimizer(optimizer)
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
@@ -255,6 +258,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _found_inf(record: dict[str, Any]) -> Tensor | None:
-    """Over all devices, not 0 where something was inf or NaN; None where nothing was looked at."""
+    """Return a tensor that is not 0 if a gradient on any device is inf or NaN; None if no gradient was checked."""
     found = record["found_inf_per_device"].values()
     return functools.reduce(lambda a, b: a + gradients.move(b, a.device), found) if found else None

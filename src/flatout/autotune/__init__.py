@@ -1,1 +1,1 @@
-"""Training loops that stay as they are: recorded, tuned and timed from outside."""
+"""Tuning of training loops whose code does not change."""

@@ -1,4 +1,4 @@
-"""Allowance: the time that tuning may take of a script whose end is not known."""
+"""Limit of the time that tuning may take from a script of unknown length."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 import time
 
 FIRST_SECONDS = 1.0
-"""Seconds that tuning may take at once."""
+"""Seconds that tuning may take from the start."""
 
 SHARE = 0.1
-"""Tuning time after these seconds, relative to the time that the script has trained so far."""
+"""Additional tuning time, relative to the time that the script has trained so far."""
 
 
 class Allowance:
-    """Time for tuning: ``FIRST_SECONDS``, and a share of the time that the script has trained so far.
+    """Time for tuning, which is ``FIRST_SECONDS`` and a share of the time that the script has trained so far.
 
-    A trial that has begun may overdraw the allowance. The script then trains longer before the next one.
+    A trial that has begun may exceed the allowance. The script then trains longer before the next trial.
 
     Attributes:
         spent: seconds of tuning so far.
@@ -27,16 +27,16 @@ class Allowance:
 
     @property
     def trained(self) -> float:
-        """Seconds of the script since the beginning, without tuning."""
+        """Seconds since the beginning, without tuning."""
         return time.perf_counter() - self._begun - self.spent
 
     @property
     def left(self) -> float:
-        """Seconds that tuning may take now; negative after an overdraft."""
+        """Seconds that tuning may take now, or a negative number if tuning has exceeded the allowance."""
         return FIRST_SECONDS + SHARE * self.trained - self.spent
 
     def due(self, seconds: float) -> float:
-        """Return the ``time.perf_counter()`` at which ``left`` will have grown to so many seconds."""
+        """Return the ``time.perf_counter()`` at which ``left`` reaches ``seconds`` without tuning until then."""
         if seconds == math.inf:
             return math.inf
         return self._begun + self.spent + (seconds + self.spent - FIRST_SECONDS) / SHARE

@@ -1,4 +1,4 @@
-"""``flatout.auto``: tunes the trainings of a script or a notebook that stays as it is."""
+"""``flatout.auto``, which tunes the trainings of a script or a notebook without a change to its code."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flatout.plan import CACHED, Plan
 
 
 class Auto(Described):
-    """Tuning that :func:`auto` has started. A context manager that undoes everything at its end."""
+    """Tuning that :func:`auto` has started, as a context manager that undoes everything at its end."""
 
     def __init__(self, options: Options) -> None:
         self._engine = Engine(options, say)
 
     @property
     def report(self) -> ScriptReport:
-        """Report of everything that is tuned so far."""
+        """Report on all tuning so far."""
         return ScriptReport.of(self._engine)
 
     def undo(self) -> None:
@@ -50,15 +50,17 @@ def auto(
     deterministic: bool = False,
     plan: Plan | str | Path | None = CACHED,
 ) -> Auto:
-    """Tune every training that follows, without a change to its code: ``flatout.auto()`` or ``with flatout.auto():``.
+    """Tune all later trainings of the process, without a change to their code.
 
-    Two updates of each optimizer are recorded: the calls of its modules, and the gradients of their outputs. The
-    techniques of :func:`flatout.optimize` are then measured on these calls, between updates of the training. Tuning
-    takes a second at first, and later at most a tenth of the time that the script has trained. Techniques that make the
-    training faster are kept. Objects, their ``state_dict`` and their pickles stay as they are. If flatout fails, its
-    changes are undone, one line on stderr says why, and the training continues.
+    Write ``flatout.auto()`` or ``with flatout.auto():``. flatout records two updates of each optimizer, with the calls
+    of its modules and the gradients of their outputs. It then measures the techniques of :func:`flatout.optimize` on
+    these calls, between updates of the training. Tuning takes a second at first, and later at most a tenth of the time
+    that the script has trained. Techniques that make the training faster are kept. Objects, their ``state_dict`` and
+    their pickles do not change. If flatout fails, its changes are undone, one line on stderr gives the reason, and the
+    training continues.
 
-    A second call undoes the first, and so does a call in a script that ``flatout run`` has started.
+    A second call undoes the first one. A call in a script that ``flatout run`` has started undoes the tuning of
+    ``flatout run``.
 
     Args:
         techniques: ``{"compile": False}`` forbids a technique, ``{"precision": "bf16"}`` forces one.
@@ -66,11 +68,11 @@ def auto(
         deterministic: as in :func:`flatout.optimize`.
         plan: as in :func:`flatout.optimize`.
 
-    Raises:
-        TypeError: there is no such argument.
-        ValueError: a technique or a precision is unknown.
-
     Returns:
         A handle with ``report`` and ``undo``.
+
+    Raises:
+        TypeError: an argument is unknown.
+        ValueError: a technique or a precision is unknown.
     """
     return Auto(Options(dict(techniques or {}), precision, deterministic, plan))

@@ -1,4 +1,4 @@
-"""Engine: watches the updates of a script, and tunes its modules between them."""
+"""Engine that watches the updates of a script, and tunes its modules between these updates."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ from flatout.training.attachments import detach
 from flatout.tuning.ranks import world_size
 
 LEAST_SHARE = 0.05
-"""Share of an update that the calls of a module take at least, if the module is tuned."""
+"""Smallest share of an update's time that the calls of a tuned module take."""
 
 MOST_MODULES = 4
-"""Number of modules of one optimizer that are tuned, those with the longest calls."""
+"""Largest number of modules of one optimizer that are tuned. The modules with the longest calls are chosen."""
 
 MOST_RECORDED = 10
-"""Number of updates in which each optimizer must have two alike. Otherwise it is left alone."""
+"""Recorded updates per optimizer, of which two must have the same calls. An optimizer without two is not tuned."""
 
 _log = logging.getLogger("flatout.autotune")
 
 
 class Engine:
-    """Tunes the modules and optimizers of a script while it trains. The script is not changed.
+    """Tuning of a script's modules and optimizers while the script trains. The script does not change.
 
-    Two updates of each optimizer are recorded. Tuning then takes turns with the script's updates (``Allowance``). An
-    error of flatout ends its tuning of that module, is said once, and leaves the script as it was.
+    Two updates of each optimizer are recorded. Tuning then takes turns with the script's updates, within an
+    :class:`Allowance`. An error of flatout in a module's tuning ends this tuning, undoes its changes, and is reported
+    once.
 
-    At most one engine works at a time, because trials of two would disturb each other. A new engine undoes the earlier.
+    At most one engine works at a time, because trials of two engines would disturb each other. A new engine undoes the
+    earlier one.
 
     Args:
-        options: what may be tuned, and how.
-        say: receives each sentence for the user.
+        options: options of the tuning.
+        say: receives each message for the user.
 
     Attributes:
         tunings: one for each tuned module.
-        allowance: the time of tuning; None before the first update.
+        allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
     """
 
@@ -87,7 +89,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._is_in_hook:  # torch iterates its hooks
+        if not self._is_in_hook:  # torch iterates over its hooks, so none may be removed
             self._hook.remove()
         self._stop_recording()
         self._loaders.close()
@@ -95,7 +97,7 @@ class Engine:
             tuning.end()
 
     def undo(self) -> None:
-        """Stop tuning, and turn off everything that is kept."""
+        """Stop tuning, and turn off all kept techniques."""
         self.close()
         if Engine._latest is not self:  # a newer engine may have tuned the modules again
             return
@@ -109,7 +111,7 @@ class Engine:
         self._loaders.start_counting()
 
     def _stop_recording(self) -> None:
-        """Stop recording. Optimizers without two updates that are alike are left alone."""
+        """Stop recording. Optimizers without two updates that have the same calls are not tuned."""
         for optimizer in self._recorded:
             self._known.setdefault(optimizer, [])
         self._recorded.clear()
@@ -121,7 +123,7 @@ class Engine:
     # Updates of the script
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        """Count an update, and take a turn if it is time. An error ends all tuning, and not the script."""
+        """Count an update, and take a turn if one is due. An error ends all tuning, but not the script."""
         if self._is_in_hook or self._is_closed or torch.compiler.is_compiling() or os.getpid() != self._process:
             return
         self._is_in_hook = True
@@ -138,7 +140,7 @@ class Engine:
             self._begin(optimizer)
         if self._leader is None:
             return
-        if self._leader() is None:  # the script has dropped it
+        if self._leader() is None:  # the script has dropped the first optimizer
             self._leader = weakref.ref(optimizer)
         if optimizer is self._leader():
             self.updates += 1
@@ -159,7 +161,7 @@ class Engine:
             self._take_turn(optimizer)
 
     def _begin(self, leader: Optimizer) -> None:
-        """Note the optimizer that steps first."""
+        """Begin with the optimizer that steps first."""
         if world_size() > 1:
             self._say("several ranks train together: nothing is tuned")
             self.close()
@@ -169,7 +171,7 @@ class Engine:
         self._last_update = time.perf_counter()
 
     def _note(self, update: RecordedUpdate) -> None:
-        """Note a recorded update. Tune the modules of an optimizer after two updates that are alike."""
+        """Handle a recorded update. Tune the modules of an optimizer after two updates with the same calls."""
         if update.optimizer in self._known:
             return
         earlier, self._recorded[update.optimizer] = self._recorded.get(update.optimizer), update
@@ -190,7 +192,7 @@ class Engine:
         made: list[ModuleTuning] = []
         for module in modules:
             if module in tuned or any(p._post_accumulate_grad_hooks for p in module.parameters()):
-                continue  # such hooks may step optimizers within a backward
+                continue  # such hooks may step optimizers inside a backward
             # Trials of the optimizer's first module call its step. LBFGS cannot step without a closure.
             stepped = optimizer if not made and not isinstance(optimizer, torch.optim.LBFGS) else None
             try:
@@ -209,12 +211,12 @@ class Engine:
     # Turns
 
     def _schedule(self) -> None:
-        """Find out when the next turn is due."""
+        """Compute the time of the next turn."""
         needs = min((tuning.needs for tuning in self.tunings), default=math.inf)
         self._due = math.inf if self.allowance is None else self.allowance.due(needs)
 
     def _take_turn(self, optimizer: Optimizer) -> None:
-        """Let the tuning of one of the optimizer's modules take a turn, if the allowance suffices."""
+        """Run a turn of the tuning of one of the optimizer's modules, if the allowance is large enough."""
         allowance = self.allowance
         assert allowance is not None
         ready = [tuning for tuning in self._known.get(optimizer, ()) if tuning.needs <= allowance.left]
@@ -233,7 +235,7 @@ class Engine:
             self._schedule()
 
     def _give_up(self, error: Exception) -> None:
-        """End all tuning, and undo it, after an error that belongs to no module."""
+        """End and undo all tuning, after an error that belongs to no module."""
         self.undo()
         self._say(f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}")
         _log.debug("an error ended the tuning", exc_info=error)
@@ -244,7 +246,7 @@ class Engine:
 
 
 def _is_busy() -> bool:
-    """Return True inside a backward, and while torch captures or profiles: a trial would disturb these."""
+    """Return True inside a backward, and while torch captures or profiles. A trial would disturb them."""
     return (
         torch._C._current_graph_task_id() != -1
         or torch.autograd.profiler._is_profiler_enabled

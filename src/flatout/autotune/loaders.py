@@ -1,6 +1,6 @@
-"""Loaders of a script: finds the loader of its updates, and replaces loaders by faster ones from their next epoch.
+"""Search for the loader of a script's updates, and replacement of loaders by faster ones from their next epoch.
 
-``DataLoader.__iter__`` is patched. Subclasses that call the base method are covered, too.
+``DataLoader.__iter__`` is patched. The patch also covers subclasses that call the base method.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from flatout.data import clone_loader
 
 
 class Drawn(NamedTuple):
-    """Loader of an update, and the number of batches that were drawn from it."""
+    """Loader of an update, and the number of batches that the update took from this loader."""
 
     loader: DataLoader[Any]
     batches: int
 
 
 class _Served(NamedTuple):
-    """Loader that serves another's epochs, and the state of the script's loader that it was made for."""
+    """Faster loader, and the state of the script's loader that the faster loader was made for."""
 
     loader: Iterable[Any]
     state: dict[str, Any]
 
 
 def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the objects that batches are made of: the dataset, its attributes, the batch sampler and the collation."""
+    """Return the dataset, its attributes, the batch sampler and ``collate_fn``, which determine the batches."""
     made_by = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "batch_sampler": loader.batch_sampler}
     return {f"dataset.{name}": value for name, value in getattr(loader.dataset, "__dict__", {}).items()} | made_by
 
 
 class Loaders:
-    """Watches and serves the ``DataLoader`` objects of a script until it is closed."""
+    """Patch of ``DataLoader`` that counts the batches of a script's loaders and replaces loaders, until ``close``."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -54,13 +54,13 @@ class Loaders:
         DataLoader.__iter__ = self._serving(self._iter)  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Give torch its functions back. Loaders that have begun an epoch finish it."""
+        """Restore torch's functions. Loaders that have begun an epoch finish this epoch."""
         DataLoader.__iter__ = self._iter  # type: ignore[method-assign]
         self.stop_counting()
         self._faster.clear()
 
     def serve(self, loader: DataLoader[Any], faster: Iterable[Any]) -> None:
-        """Let ``faster`` yield the batches of a loader from its next epoch on, until the script changes the dataset."""
+        """Replace a loader by ``faster`` from its next epoch on, until the script changes the dataset."""
         if faster is loader:
             self._faster.pop(loader, None)
             return
@@ -79,7 +79,7 @@ class Loaders:
             batches = iterate(loader)
             if isinstance(batches, _BaseDataLoaderIter):
                 self._loaders[batches] = reference = weakref.ref(loader)
-                hash(reference)  # while the loader lives: iterators do not keep it alive
+                hash(reference)  # cached now, because a dead reference cannot compute its hash
             return batches
 
         return __iter__
@@ -101,13 +101,13 @@ class Loaders:
         _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign,assignment]
 
     def stop_counting(self) -> None:
-        """Count no more, and forget what was drawn."""
+        """Stop counting, and discard the counts."""
         if self._next is not None:
             _BaseDataLoaderIter.__next__, self._next = self._next, None  # type: ignore[method-assign]
         self._drawn.clear()
 
     def drawn(self) -> Drawn | None:
-        """Return what was drawn since the last call; None if it was nothing, or from several loaders."""
+        """Return the loader and the number of batches since the last call, or None without exactly one loader."""
         counted = list(self._drawn.items())
         self._drawn.clear()
         if len(counted) != 1 or (loader := counted[0][0]()) is None:

@@ -40,43 +40,43 @@ from flatout.tuning.search import Baseline, Outcome, conclude, measured_baseline
 from flatout.tuning.session import Session
 
 FIRST_UPDATES = 12
-"""Updates of a first turn: a first step, its FLOPs, the pace and the noise."""
+"""Estimated cost of a first turn in updates. The turn runs a first step and measures FLOPs, pace and noise."""
 
 SCREENING_UPDATES, LONG_SCREENING_UPDATES = 16, 3
-"""Updates for the screening of one candidate, with its numerics: of usual updates, and of long ones."""
+"""Estimated cost, in usual and in long updates, of screening one candidate and checking its numerics."""
 
 BASELINE_UPDATES, LONG_BASELINE_UPDATES = 10, 2
-"""Updates for the numerics without candidates, which a turn needs once."""
+"""Estimated cost, in usual and in long updates, of the numerics without candidates. A turn needs them once."""
 
 WARM_COMPILE_SECONDS = 8.0
-"""Seconds of a compilation whose code is in torch's cache, with the first step."""
+"""Estimated seconds of a compilation whose code is in torch's cache, with the first step."""
 
 EXPECTED_STEPS = 10**9
-"""Length of the training, for break-even decisions: unlimited, because ``Allowance`` limits the time of tuning."""
+"""Number of training steps for break-even decisions, practically unlimited because ``Allowance`` limits tuning."""
 
 ROOM = 1.1
-"""Seconds of a turn relative to those estimated."""
+"""Time of a turn relative to its estimate, as a safety margin."""
 
 
 class ModuleTuning:
     """Tuning of one module, on recorded calls. ``turn`` may be called after any update of the optimizer.
 
-    Between two turns the script trains with what is kept so far.
+    Between two turns the script trains with the techniques that are kept so far.
 
     Args:
         module: the module.
-        optimizer: updates the module; None if flatout cannot step it, or another tuning does.
+        optimizer: optimizer of the module, or None if flatout cannot step this optimizer or another tuning does so.
         updates: for each recorded update the batches of the module, as ``batch_of`` returns them.
-        options: what may be tuned.
-        update_seconds: time of an update of the script.
-        drawn: the loader of the updates; None if it is unknown, or is tuned elsewhere.
-        serve: called with this loader and the one that shall take its place.
+        options: options of the tuning.
+        update_seconds: seconds of an update of the script.
+        drawn: the loader of the updates, or None if it is unknown or another tuning has it.
+        serve: called with this loader and the loader that replaces it.
 
     Attributes:
-        name: the class of the module.
-        needs: seconds that the next turn needs; infinite if no turn is left.
+        name: the class name of the module.
+        needs: seconds that the next turn needs, or infinity if no turn is left.
         spent: seconds of all turns so far.
-        outcome: result of the last race; None before there is one.
+        outcome: result of the last race, or None before the first race.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class ModuleTuning:
         self._result: RaceResult | None = None
         self._key: dict[str, str] = {}
         self._cached: dict[str, Any] = {}
-        """Decisions of a cached plan that are still to be repeated."""
+        """Decisions of a cached plan that are not repeated yet."""
         self._open: list[Measured] = []
         """Techniques without a decision."""
         self._tried: dict[Measured, float] = {}
-        """Techniques that were tried, with the seconds of all their trials."""
+        """Techniques that were tried, with the total seconds of their trials."""
 
     @property
     def module(self) -> nn.Module | None:
-        """The module; None if the script has dropped it."""
+        """The module, or None if the script has dropped it."""
         return self._module()
 
     @property
@@ -135,13 +135,15 @@ class ModuleTuning:
         return self.needs == math.inf
 
     def turn(self, seconds: float) -> None:
-        """Spend seconds on the techniques that are still open. The training is as before, with what is kept on.
+        """Tune the undecided techniques for some seconds.
+
+        After the call, the state of the training is as before, and kept techniques are on.
 
         Args:
-            seconds: limit for trials. One that has begun may take longer.
+            seconds: time limit for trials. A trial that has begun may take longer.
 
         Raises:
-            BaseException: the error of a trial. Everything that tuning changed is undone.
+            BaseException: the error of a trial. All changes of the tuning are undone.
         """
         session, budget = self._session, Budget(seconds)
         try:
@@ -149,7 +151,7 @@ class ModuleTuning:
                 self._begin(budget)
             else:
                 session.resume(budget)
-                for rule in session.ledger.rules.values():  # a dry run has turned them off
+                for rule in session.ledger.rules.values():  # a dry run has turned the rules off
                     rule.enable()
             self._go_on()
             session.pause()
@@ -175,23 +177,23 @@ class ModuleTuning:
             self.end()
 
     def drop(self) -> None:
-        """Take no more turns, and make no report."""
+        """End the tuning without a report."""
         self.needs, self._held = math.inf, None
 
     def end(self) -> None:
-        """Take no more turns, and let go of the module and its recorded calls. What is kept stays on."""
+        """End the tuning, and release the module and its recorded calls. Kept techniques stay on."""
         self._report = self.report
         self.drop()
 
     @property
     def _session(self) -> Session:
-        """The session, which keeps the module alive until the last turn."""
+        """Session of the tuning, which keeps the module alive until the last turn."""
         assert self._held is not None
         return self._held
 
     @property
     def report(self) -> Report | None:
-        """Report of the decisions so far; None before the first turn, and if tuning has failed."""
+        """Report of the decisions so far, or None before the first turn and if tuning has failed."""
         if self._report is not None or self._held is None or self._baseline is None:
             return self._report
         ledger, outcome = self._session.ledger, self.outcome or Outcome(None, None, None, "wall", "", None)
@@ -202,17 +204,17 @@ class ModuleTuning:
         try:
             return Report(summary_of(self._session, outcome, self.spent))
         finally:
-            ledger.reset(before)  # a later turn may come to these techniques
+            ledger.reset(before)  # a later turn may try these techniques
 
     def _plan(self) -> Plan:
-        """Return the decisions so far. The next start goes on with the open techniques."""
+        """Return the decisions so far. The next start of the script continues with the open techniques."""
         plan = self._session.plan()
         undecided = {*plan.undecided, *(technique.name for technique in self._open)}
         decisions = {**self._cached, **plan.decisions}
         return replace(plan, decisions=decisions, undecided=[t.name for t in REGISTRY if t.name in undecided])
 
     def _begin(self, budget: Budget) -> None:
-        """Prepare the session, and repeat a cached plan. Without one, measure the original loop."""
+        """Prepare the session, and repeat a cached plan. Without a plan, measure the original loop."""
         session, techniques = self._session, [t for t in REGISTRY if isinstance(t, Measured)]
         session.prepare()
         self._key = key_of(session)
@@ -227,7 +229,7 @@ class ModuleTuning:
                 session.tuner.decide(technique)
 
     def _repeat(self, plan: Plan) -> bool:
-        """Repeat the decisions of a cached plan that need no setup. Return False if the plan does not hold here."""
+        """Repeat the decisions of a cached plan that need no setup. Return False if the plan is not valid here."""
         session = self._session
         later = {
             technique.name: plan.decisions[technique.name]
@@ -245,7 +247,7 @@ class ModuleTuning:
         return True
 
     def _go_on(self) -> None:
-        """Decide open techniques while there is time, race what is kept, and find out when to go on."""
+        """Decide open techniques while there is time, race the kept ones, and estimate the next turn."""
         session, bench, won = self._session, self._session.bench, self._session.ledger.won
         assert self._baseline is not None
         bench.budget.reserve(shortest_race(bench))
@@ -258,7 +260,7 @@ class ModuleTuning:
         with self._unlimited():
             for technique in self._open:
                 if technique not in worth:
-                    session.tuner.decide(technique)  # its row tells why it is not tried
+                    session.tuner.decide(technique)  # the technique's row gives the reason why it is not tried
         self.needs = self._needed(worth)
         if self.is_done:
             self.outcome = conclude(session, self._baseline, result)
@@ -266,7 +268,7 @@ class ModuleTuning:
             self.outcome = outcome_of(session, self._baseline, result)
 
     def _race(self) -> RaceResult:
-        """Race what is kept against the original. Techniques that the race reverts are open again."""
+        """Race the kept techniques against the original. Techniques that the race reverts are open again."""
         ledger, begun = self._session.ledger, time.perf_counter()
         won = {decision.technique for decision in ledger.won}
         result = race(self._session.bench)
@@ -277,13 +279,13 @@ class ModuleTuning:
         return result
 
     def _worth_trying(self) -> list[Measured]:
-        """Return the open techniques that a trial may decide, given enough time."""
+        """Return the open techniques that a trial with enough time may decide."""
         with self._unlimited():
             return [technique for technique in self._open if self._session.tuner.may_try(technique)]
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
-        """Lift the budget inside the block: later turns have more time than this one."""
+        """Remove the budget's limit inside the block, because later turns have more time than this one."""
         bench = self._session.bench
         own, bench.budget = bench.budget, Budget(math.inf)
         try:
@@ -292,9 +294,9 @@ class ModuleTuning:
             bench.budget = own
 
     def _try(self, worth: Sequence[Measured]) -> None:
-        """Try techniques while there is time: first the one that this turn is for.
+        """Try techniques while there is time. The most promising technique is the first.
 
-        Untried ones that can be combined are tried together.
+        Untried techniques that can be combined are tried together.
         """
         bench = self._session.bench
         first = self._next(worth) if worth else None
@@ -309,7 +311,7 @@ class ModuleTuning:
                 self._try_alone(technique)
 
     def _try_together(self, factors: Sequence[StepTechnique]) -> set[str]:
-        """Try combinations of techniques, and return the names of those that apply."""
+        """Try combinations of techniques, and return the names of the tried ones."""
         session, begun = self._session, time.perf_counter()
         tried = decide_factors(session.tuner, session.bench, factors)
         for technique in factors:
@@ -327,7 +329,7 @@ class ModuleTuning:
         self._note_trial(technique, begun)
 
     def _note_trial(self, technique: Measured, begun: float) -> None:
-        """Note that a technique was tried. It stays open if a first or a short trial has decided nothing."""
+        """Record that a technique was tried. A technique stays open if a first or a short trial has decided nothing."""
         was_tried, took = technique in self._tried, self._add_to_tried(technique, begun)
         if technique.name not in self._session.ledger.undecided or (was_tried and took > TRIAL_SECONDS):
             self._open.remove(technique)
@@ -338,7 +340,7 @@ class ModuleTuning:
         return took
 
     def _keep_cached(self, technique: Measured) -> None:
-        """Keep a technique as the cached plan decided, with its numerics compared again."""
+        """Keep a technique as the cached plan decided, after a new comparison of its numerics."""
         session = self._session
         try:
             with session.stage(f"repeating {technique.title}"):
@@ -355,7 +357,7 @@ class ModuleTuning:
         return sorted(factors, key=lambda technique: -technique.optimistic_gain)
 
     def _needed(self, worth: Sequence[Measured]) -> float:
-        """Return the seconds of a turn for the next technique; infinite if there is none."""
+        """Return the seconds of a turn for the next technique, or infinity if there is none."""
         if not worth:
             return math.inf
         technique, factors = self._next(worth), self._factors(worth)
@@ -364,11 +366,11 @@ class ModuleTuning:
         return ROOM * max(seconds / (1 - RACE_SHARE), seconds + shortest_race(self._session.bench))
 
     def _next(self, worth: Sequence[Measured]) -> Measured:
-        """Return the technique that promises to save most for the time of its trial."""
+        """Return the technique with the largest expected saving per second of its trial."""
         return max(worth, key=lambda technique: self._promise(technique) / self._estimate(technique))
 
     def _promise(self, technique: Measured) -> float:
-        """Return the milliseconds per step that a technique saved in an earlier trial, or may save at most."""
+        """Return the milliseconds per step that an earlier trial saved. Without one, return the most it may save."""
         session, pace = self._session, self._session.bench.pace
         if technique in self._tried and (gain := session.ledger.row(technique.name).gain) is not None:
             return pace.total_ms * (1 - 1 / gain.ratio)
@@ -377,7 +379,7 @@ class ModuleTuning:
     def _estimate(self, technique: Measured) -> float:
         """Return the estimated seconds of a trial that may decide a technique, or of its repetition from a plan.
 
-        A trial takes at least as long as all the earlier ones of the technique, which decided nothing.
+        The estimate is at least the time of all earlier trials of the technique, which decided nothing.
         """
         if technique.name in self._cached:
             return WARM_COMPILE_SECONDS
@@ -389,7 +391,7 @@ class ModuleTuning:
         return seconds
 
     def _screening_seconds(self, factors: int) -> float:
-        """Return the estimated seconds to screen so many techniques of the step, and for the fewest pairs of blocks."""
+        """Return the estimated seconds to screen ``factors`` techniques, with the fewest pairs of blocks."""
         bench = self._session.bench
         each = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
         once = LONG_BASELINE_UPDATES if bench.is_long else BASELINE_UPDATES
@@ -401,7 +403,7 @@ def _training_of(
 ) -> tuple[Iterable[Any], Callable[[nn.Module, Any], Tensor], int]:
     """Return loader, ``compute_loss`` and batches per update of recorded updates.
 
-    Trials draw from the script's loader if they may. Otherwise the recorded batches are the loader.
+    Trials take batches from the script's loader if that is safe. Otherwise the recorded batches are the loader.
     """
     if drawn is not None and _may_be_tried(drawn.loader) and len(updates[0]) % drawn.batches == 0:
         per_batch = len(updates[0]) // drawn.batches
@@ -413,7 +415,7 @@ def _training_of(
 def _may_be_tried(loader: DataLoader[Any]) -> bool:
     """Return True if trials may iterate a script's loader.
 
-    A class of the script's own may change batches on the way. A dataset that only workers read may hold a file that is
-    opened by its first reader, and must not be read in this process.
+    A loader class of the script may change batches. A dataset that only workers read may open a file at the first read,
+    so this process must not read it.
     """
     return is_plain(loader) and is_rewindable(loader) and loader.num_workers == 0

@@ -22,7 +22,7 @@ class Options:
         precision: as in ``flatout.optimize``.
         deterministic: as in ``flatout.optimize``, but without setting torch's own flags.
         plan: as in ``flatout.optimize``.
-        is_dry: measure, and keep nothing.
+        is_dry: True to measure without keeping any technique.
 
     Raises:
         TypeError: ``techniques`` is not a mapping.

@@ -1,13 +1,13 @@
-"""Recorded training calls: what a script gave to a module, and the gradients that came back to its outputs.
+"""Recorded training calls of a module, with its inputs and the gradients of its outputs.
 
-The code between a module's output and the loss is the script's, and cannot be called again. Its effect on the module is
-known, however: the loss, and its gradients at the outputs. Around the recorded outputs ``out0`` the loss is
+The code between a module's output and the loss belongs to the script, and cannot be called again. But its effect on the
+module is known from the loss and the gradients at the outputs. Around the recorded outputs ``out0`` the loss is
 
     loss(out) = loss0 + <out - out0, gradients>
 
 to first order. This function has the true value and the true gradients at the recorded parameters, and costs less than
-any loss. It makes a module that is called several times, with several inputs or outputs, or that returns its loss, a
-plain training: batches, and a loss of each batch.
+any loss. So every module becomes a plain training with batches and a loss of each batch. The module may be called
+several times, have several inputs or outputs, or return its loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from flatout.core.reachable import has_same_objects
 from flatout.core.snapshot import Snapshot
 
 SCALED = 0.9
-"""Norm of an update's gradients relative to those of its backwards, below which they were scaled or clipped."""
+"""Threshold that shows scaled or clipped gradients.
+
+The norm of an update's gradients is divided by the norm of the gradients of its backwards.
+"""
 
 
 @dataclass(eq=False)
@@ -36,13 +39,13 @@ class RecordedCall:
     """Call of a module in training.
 
     Attributes:
-        args: positional arguments; tensors are copies without a graph.
-        kwargs: keyword arguments, the same.
+        args: positional arguments. Their tensors are copies without a graph.
+        kwargs: keyword arguments, copied in the same way.
         autocast: device types and dtypes of the script's autocast around the call.
         gradients: gradient of the loss at each tensor of the output that requires one, by position, in fp32.
-        product: sum of the products of these outputs with their gradients, 0-dim; None before a gradient came.
-        is_reached: set to True by each gradient.
-        is_differentiated_twice: set to True by a gradient of ``create_graph=True``, as for a gradient penalty.
+        product: sum of the products of these outputs with their gradients, 0-dim, or None before the first gradient.
+        is_reached: True after a gradient has reached an output.
+        is_differentiated_twice: True after a gradient with ``create_graph=True``, as for a gradient penalty.
         seconds: duration of the call.
     """
 
@@ -57,20 +60,20 @@ class RecordedCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
-        """Return a call with copies of its arguments, to be made before the module may write to them."""
+        """Return a call with copies of its arguments. Call this before the module may write to the arguments."""
         enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
         args, kwargs = cloned(map_tensors(_detached, (args, kwargs)))
         return cls(args, kwargs, autocast)
 
     def watched(self, output: Any) -> Any:
-        """Note the gradients that will come to an output.
+        """Register hooks that record the gradients of an output.
 
-        One tensor of an output may be computed from another, as a loss is from logits. The gradient of the latter then
-        also has a part from inside the module. Views receive the part from outside alone.
+        One tensor of an output may be computed from another tensor of it, as a loss is from logits. The gradient of the
+        logits then also has a part from inside the module. Views receive only the part from outside.
 
         Returns:
-            The output for the script: the same, or with views of its tensors.
+            The output for the script, which is the same object or has views of its tensors.
         """
         tensors = tensors_of(output)
         required = [tensor for tensor in tensors if tensor.requires_grad]
@@ -83,9 +86,9 @@ class RecordedCall:
         return output
 
     def _note(self, position: int, output: Tensor, gradient: Tensor) -> None:
-        """Add a gradient. It comes in several parts if the script runs several backwards.
+        """Add a gradient, or a part of one if the script runs several backwards.
 
-        An error, such as for want of memory, would end the script's backward. The call is then left out.
+        An error here, for example out of memory, would end the script's backward. So the call is discarded instead.
         """
         try:
             self._add(position, output, gradient)
@@ -104,7 +107,7 @@ class RecordedCall:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the arguments."""
+        """Size of the arguments' tensors in bytes."""
         return sum(t.nbytes for t in tensors_within([self.args, self.kwargs]))
 
 
@@ -134,7 +137,7 @@ def linearized_loss(module: nn.Module, batch: dict[str, Any]) -> Tensor:
         batch: a batch of :func:`batch_of`.
 
     Raises:
-        ValueError: the outputs are not those that the gradients belong to.
+        ValueError: the outputs have other shapes than the gradients.
     """
     products = []
     calls = zip(*(batch[name] for name in ("args", "kwargs", "autocast", "gradients")), strict=True)
@@ -151,10 +154,10 @@ def linearized_loss(module: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 class RecordedStep:
-    """Loss of recorded calls for batches of the script's loader, which are not looked at: for trials of loaders.
+    """Loss of recorded calls for trials of loaders. The contents of the loader's batches are not used.
 
     Args:
-        steps: recorded batches that are computed with one batch of the loader, for each such batch.
+        steps: for each batch of the loader, the recorded batches that the script computed with it.
     """
 
     def __init__(self, steps: Sequence[Sequence[dict[str, Any]]]) -> None:
@@ -171,11 +174,14 @@ def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]
     """Return the batches of an update with the gradients that its optimizer received.
 
     A loss scaler, clipping of gradients and a division by the number of backwards change gradients after a backward.
-    The factor is the norm of the present gradients, relative to the norm after the recorded backwards alone.
+    The factor is the norm of the present gradients, divided by their norm after the recorded backwards alone.
 
     Args:
-        module: the module, while the gradients of the update are still there.
+        module: the module, which still has the gradients of the update.
         batches: its recorded calls, one batch for each backward.
+
+    Returns:
+        The batches with scaled gradients, or the same batches if the factor is not below ``SCALED``.
 
     Raises:
         Unsuitable: the forward writes attributes of a module.
@@ -229,16 +235,17 @@ def _with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, An
 
 
 def _with_views(output: Any, made: dict[int, Tensor]) -> Any:
-    """Return an output with views in the place of tensors that require gradients. Mappings stay the same object.
+    """Return an output with views in place of tensors that require gradients. Mappings stay the same object.
 
-    A loss is copied instead. A script may scale it in place, which would take a view out of its graph.
+    A 0-dim tensor, such as a loss, is copied instead. A script may scale a loss in place, which would remove a view
+    from its graph.
 
     Args:
-        output: what the module returned.
+        output: the module's result.
         made: receives the view or copy of each tensor, by the tensor's id.
 
     Raises:
-        TypeError: an output of this type cannot be made again.
+        TypeError: an output of this type cannot be rebuilt.
     """
     if isinstance(output, MutableMapping):
         for key, value in list(output.items()):

@@ -1,7 +1,7 @@
-"""Recorder of a script's training: the outermost calls of its modules, its losses, and its optimizers' steps.
+"""Recorder of a script's outermost module calls, losses and optimizer steps.
 
-Nothing of the script changes. ``Module.__call__`` and ``torch.autograd.backward`` are replaced by functions that note
-the call and pass it on. The owner of the recorder tells it when an optimizer has stepped.
+The script does not change. ``Module.__call__`` and ``torch.autograd.backward`` are replaced by functions that record
+the call and forward it. The owner of the recorder calls ``end_update`` after an optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from flatout.core.batches import tensors_of
 
 @dataclass(frozen=True, eq=False)
 class RecordedUpdate:
-    """One step of an optimizer, with the training calls that led to it.
+    """Step of an optimizer, with the training calls that led to this step.
 
     Attributes:
         optimizer: the optimizer that has stepped.
         batches: the recorded calls of each module that holds some of the optimizer's parameters, one batch for each
-            backward. Modules that are differentiated twice are left out: compiled code cannot be.
-        seconds: time of these calls, by module.
+            backward. Modules that are differentiated twice are left out, because compiled code cannot be differentiated
+            twice.
+        seconds: seconds of these calls, by module.
     """
 
     optimizer: Optimizer
@@ -43,7 +44,7 @@ class RecordedUpdate:
 
 @dataclass(eq=False)
 class _Backward:
-    """One backward: its loss, and the calls whose outputs received their first gradients in it, by module."""
+    """Loss of a backward, and the calls whose outputs received their first gradients in this backward, by module."""
 
     calls: dict[nn.Module, list[RecordedCall]]
     loss: Tensor
@@ -52,18 +53,18 @@ class _Backward:
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 30
-"""Bytes of recorded calls that wait for a backward.
+"""Limit of the bytes of recorded calls that wait for a backward.
 
-If there are more, the oldest are dropped, and their module is not recorded.
+Above this limit, the oldest calls are dropped, and their modules are not recorded.
 """
 
 
 class Recorder:
-    """Records training calls until it is closed: calls with gradients of modules in train mode.
+    """Recorder of training calls until ``close``. A training call is a call with gradients of a module in train mode.
 
     Args:
-        on_update: called with each update, when the optimizer has stepped and gradients are still there.
-        on_failure: called with an error of the recording, which has ended. The script goes on.
+        on_update: called with each update, after the optimizer has stepped and before gradients are cleared.
+        on_failure: called with an error that has ended the recording. The script continues.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Recorder:
         torch.autograd.backward = self._noted_backward
 
     def close(self) -> None:
-        """Give torch its functions back."""
+        """Restore torch's functions."""
         self._is_suspended = True  # other code may have kept the functions of this recorder
         if nn.Module.__call__ is self._noted_call:
             nn.Module.__call__ = self._call  # type: ignore[method-assign]
@@ -152,7 +153,7 @@ class Recorder:
             return None
 
     def _drop_oldest(self) -> None:
-        """Drop calls that no backward has reached, such as those of an evaluation with gradients."""
+        """Drop old calls that no backward has reached, for example calls of an evaluation with gradients."""
         while len(self._calls) > 1 and sum(call.nbytes for _, call in self._calls) > MOST_BYTES:
             self._dropped.add(self._calls.pop(0)[0])
 
@@ -169,7 +170,7 @@ class Recorder:
     def _note_backward(self, losses: Sequence[Tensor]) -> None:
         """Record a backward with the calls that it reached.
 
-        A backward that reaches only calls of an earlier one adds its loss to that one's.
+        A backward that reaches only calls of an earlier backward adds its loss to the loss of the earlier one.
         """
         if self._stepped_by:
             self._backwards = []
@@ -188,7 +189,7 @@ class Recorder:
             self._backwards[-1].loss = self._backwards[-1].loss + loss
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """Record the end of an update, after each step of an optimizer and before its gradients are cleared.
+        """Record the end of an update. Call this after each step of an optimizer, before gradients are cleared.
 
         Two optimizers that step after the same backward share its calls. A subclass whose ``step`` calls the base's
         ``step`` fires torch's hook twice. The second time is ignored.

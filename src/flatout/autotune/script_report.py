@@ -1,4 +1,4 @@
-"""Report on a script: one report for each tuned module, and the time that tuning took."""
+"""Report on a script, with one report for each tuned module and the time that tuning took."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModuleReport(Described):
     """Report on one module of a script.
 
     Attributes:
-        module: name of its class.
-        report: the report.
+        module: class name of the module.
+        report: the module's report.
     """
 
     module: str
@@ -35,13 +35,13 @@ class ModuleReport(Described):
 
 
 class ScriptReport(Shown):
-    """View of what tuning a script brought, for terminals and files.
+    """Report on the tuning of a script, for terminals and files.
 
     Args:
         modules: the report of each tuned module.
-        updates: number of updates that the script made.
-        trained_seconds: time of the script from its first update on, without tuning.
-        tuning_seconds: time of tuning.
+        updates: number of the script's updates.
+        trained_seconds: seconds of the script since its first update, without tuning.
+        tuning_seconds: seconds of tuning.
     """
 
     _TITLE = "flatout run"
@@ -56,7 +56,7 @@ class ScriptReport(Shown):
 
     @classmethod
     def of(cls, engine: Engine) -> ScriptReport:
-        """Return the report on everything that an engine has tuned so far."""
+        """Return the report on an engine's tuning so far."""
         reports = [(tuning.name, tuning.report) for tuning in engine.tunings if tuning.spent]
         modules = [ModuleReport(name, report) for name, report in reports if report is not None]
         allowance = engine.allowance
@@ -65,7 +65,7 @@ class ScriptReport(Shown):
         return cls(modules, engine.updates, allowance.trained, allowance.spent)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything shown, as plain data."""
+        """Return the whole report as plain data."""
         return {
             "schema": "flatout.script",
             "schema_version": SCHEMA_VERSION,
@@ -97,7 +97,7 @@ class ScriptReport(Shown):
 
 
 def _line(each: ModuleReport) -> str:
-    """Return the headline of a module, with what is kept."""
+    """Return the headline of a module, with its kept techniques."""
     summary = each.report.summary
     kept = [row for row in summary.rows if row.technique in summary.won]
     chosen = ", ".join(f"{row.title} ({row.chosen})" for row in kept)

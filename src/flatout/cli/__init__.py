@@ -1,4 +1,4 @@
-"""The command ``flatout``: one file per subcommand, one line each in ``COMMANDS``."""
+"""Command ``flatout``. Each subcommand has one file, and one line in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import flatout
-from flatout.cli import advise, compare, demo, doctor, monitor, profile, run
+from flatout.cli import advise, bench, compare, demo, doctor, monitor, profile, run
 from flatout.cli.command import Command, CommandError
 from flatout.core.formatting import clean
 
@@ -20,6 +20,7 @@ COMMANDS: tuple[Command, ...] = (
     compare.COMMAND,
     monitor.COMMAND,
     demo.COMMAND,
+    bench.COMMAND,
     doctor.COMMAND,
 )
 
@@ -44,7 +45,7 @@ environment:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="flatout",
         description=DESCRIPTION,
@@ -68,15 +69,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
-        argv: arguments without the program's name; None takes the process's own.
+        argv: arguments without the program's name; None takes the arguments of the process.
 
     Returns:
-        The exit status: 0 done, 1 could not be done (one line on standard error says why; ``flatout compare``: 2), 130
-        interrupted.
-        argparse itself exits with 2 on arguments that it cannot read.
+        The exit status of the subcommand. A ``CommandError`` prints one line on standard error, and gives its own
+        status, 1 by default. An interrupt gives 130.
+
+    Raises:
+        SystemExit: argparse cannot read the arguments (status 2), or printed the help or the version (status 0).
+        KeyboardInterrupt: ``flatout run`` was interrupted.
     """
     args = build_parser().parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""``flatout advise``: what slows a training script down, and what would help by how much."""
+"""Command ``flatout advise``: causes that slow a training script down, and gains of the remedies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ trains to its own end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout advise``."""
+    """Declare the arguments of ``flatout advise``."""
     parser.add_argument(
         "--seconds", type=_seconds, default=60.0, metavar="N", help="time after the first update (default: 60)"
     )
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs ``flatout advise``."""
+    """Run ``flatout advise``."""
     program, files = program_of(args), files_of(args)  # before the script changes the folder
     folder = Path.cwd() if args.is_module else Path(args.script).resolve().parent
     start = Path.cwd()

@@ -1,4 +1,4 @@
-"""What a subcommand is."""
+"""Data class of a subcommand, and the error that subcommands raise."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 
 class CommandError(Exception):
-    """Something a user can put right; shown as one line, without a traceback.
+    """Error that the user can correct. The command line shows one line, without a traceback.
 
     Args:
-        message: the line.
+        message: line for the user.
         status: exit status of the command.
     """
 
@@ -22,16 +22,16 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of ``flatout``.
+    """Subcommand of ``flatout``.
 
     Attributes:
-        name: what the user types.
+        name: name on the command line.
         help: one line for ``flatout --help``.
-        description: what ``flatout NAME --help`` begins with.
-        epilog: what it ends with.
+        description: first text of ``flatout NAME --help``.
+        epilog: last text of ``flatout NAME --help``.
         add_arguments: declares the arguments.
         run: does the work and returns the exit status.
-        runs_program: True if exceptions of ``run`` are those of the user's program, and pass as they are.
+        runs_program: True if a ``KeyboardInterrupt`` of ``run`` propagates, as in the user's program without flatout.
     """
 
     name: str

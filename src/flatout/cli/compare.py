@@ -1,4 +1,4 @@
-"""``flatout compare``: whether two runs differ in speed, where, and what changed between them."""
+"""Command ``flatout compare``: comparison of the speeds of two runs, with the changes between the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flatout demo``: two jobs on real data, before and after."""
+"""Command ``flatout demo``: two jobs on real data, trained with a plain loop and through flatout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ On a machine with a GPU the same jobs run larger, there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout demo``."""
+    """Declare the arguments of ``flatout demo``."""
     parser.add_argument("--job", choices=[*JOBS, "all"], default="all", help="which job (default: all)")
     parser.add_argument("--epochs", type=_at_least(1, int), metavar="N", help="epochs of each training")
     parser.add_argument(
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs ``flatout demo``."""
+    """Run ``flatout demo``."""
     files = files_of(args)
     names = list(JOBS) if args.job == "all" else [args.job]
     budget = args.budget if args.budget is not None else 5.0 if args.quick else 45.0
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace, names: list[str], budget: float) -> str:
-    """What to type for the same figures again."""
+    """Return the command that repeats the measurements."""
     parts = ["flatout", "demo"]
     parts += ["--job", names[0]] if len(names) == 1 else []
     parts += ["--epochs", str(args.epochs)] if args.epochs else []

@@ -32,7 +32,7 @@ class Finding:
     """Result of one rule.
 
     Attributes:
-        topic: ``install``, ``GPU``, ``CPU``, ``memory`` or ``settings``; ``other`` if reading failed.
+        topic: ``install``, ``GPU``, ``CPU``, ``memory``, ``settings`` or ``ranks``; ``other`` if reading failed.
         name: the subject.
         found: the subject's state, in words.
         verdict: the judgment of the state.
@@ -79,7 +79,7 @@ class Check:
                         judged.add(rule.name)
                         name, found, fix = (text.format_map(vars(read)) for text in (rule.name, rule.found, rule.fix))
                         yield Finding(self.topic, name, found, rule.verdict, fix)
-        except Exception as error:  # an unforeseen kind of machine
+        except Exception as error:  # the machine may be of an unforeseen kind
             yield Finding("other", self.name, f"could not be looked at: {first_line(error)}", "note")
 
 
@@ -180,7 +180,7 @@ CHECKS = (
              "build flatout for {architecture}", lambda f: f.cannot_run_kernels),
         Rule("{gpu} peak", "not in the table: no MFU against a data sheet", "note",
              "flatout.mfu.measured_peak_flops() tells what it reaches", lambda f: f.without_data_sheet),
-        # The link's generation is no rule: an idle GPU lowers it.
+        # No rule checks the generation of the link, because an idle GPU lowers the generation.
         Rule("{gpu} PCIe", "{lanes[0]} lanes of {lanes[1]}", "slow",
              "copies to the GPU are slower: seat the card in a full slot, or ask who runs the machine",
              lambda f: f.lanes and f.lanes[0] < f.lanes[1]),
@@ -286,4 +286,4 @@ CHECKS = (
              "torch.autograd.set_detect_anomaly(False)", lambda f: torch.is_anomaly_enabled()),
     )),
 )  # fmt: skip
-"""Everything that ``flatout doctor`` checks, in the order of the page."""
+"""Checks of ``flatout doctor``, in the order of the page."""

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings, in rank 0 those of all ranks. Return 1 if something is broken, else 0."""
+    """Print the findings. Under ``torchrun``, rank 0 prints for all ranks. Return 1 if something is broken, else 0."""
     files = {} if args.json == STDOUT else files_of(args)
     findings = _findings()
     if process_group.is_launched() and os.environ["RANK"] != "0":

@@ -44,7 +44,7 @@ def first_line(error: Exception) -> str:
 
 
 def compilers() -> list[Facts]:
-    """Return each tool that ``torch.compile`` lacks, or all its tools if it lacks none."""
+    """Return each tool that ``torch.compile`` lacks, or all its tools if no tool is missing."""
     compiler = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))), None)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     triton = importlib.util.find_spec("triton") is not None
@@ -54,7 +54,7 @@ def compilers() -> list[Facts]:
 
 
 def driver() -> Iterator[Facts]:
-    """Yield the driver's version, or what keeps torch from using a GPU."""
+    """Yield the driver's version, or the reason why torch cannot use a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda.is_available():
         version = re.search(r" (\d{3}\.[\d.]+) ", machine.text_of(DRIVER))
@@ -102,9 +102,10 @@ def _gpu(index: int, properties: Any) -> dict[str, Any]:
 
 
 def _runs_code(built_for: list[str], major: int, minor: int) -> bool:
-    """Return whether a GPU runs code that was built for any of the architectures.
+    """Return True if a GPU runs code that was built for any of the architectures.
 
-    Machine code (``sm_``) runs on later minor versions of its major version, PTX (``compute_``) on all later versions.
+    Machine code (``sm_``) runs on its own and on later minor versions of its major version. PTX (``compute_``) runs on
+    its own and on all later versions.
     """
     codes = filter(None, (re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built_for))
     return not built_for or any(
@@ -130,7 +131,7 @@ _NVML_QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _nvml(uuid: str) -> dict[str, Any]:
-    """Return NVML's facts of a GPU, without those whose query fails. A MIG device has none."""
+    """Return NVML's facts of a GPU. Facts whose query fails are absent. A MIG device has no facts."""
     facts: dict[str, Any] = {}
     with suppress(Exception):
         nvml = importlib.import_module("pynvml")
@@ -162,7 +163,7 @@ def cudnn() -> Iterator[Facts]:
 
 
 def _cudnn_version(number: int) -> str:
-    """Return the dotted version. 92400 is 9.24.0; before cuDNN 9, numbers had one digit less: 8902 is 8.9.2."""
+    """Return the dotted version. 92400 is 9.24.0. Before cuDNN 9, numbers have one digit less, so 8902 is 8.9.2."""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -170,7 +171,7 @@ def _cudnn_version(number: int) -> str:
 def tf32() -> Iterator[Facts]:
     """Yield the precision of float32 products, on a GPU with TF32."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8:
-        # The older flags also set this one. After a user has set this one, the older flags raise or mislead.
+        # The older flags also set this flag. After a user has set this flag, the older flags raise or mislead.
         yield Facts(precision=torch.backends.cuda.matmul.fp32_precision)
 
 
@@ -193,7 +194,7 @@ def cores() -> Iterator[Facts]:
 
 
 def governors() -> Iterator[Facts]:
-    """Yield the frequency governors of all CPUs, except on a virtual machine, which has none."""
+    """Yield the frequency governors of all CPUs; nothing on a virtual machine, which has no governors."""
     found = {file.read_text().strip() for file in _GOVERNORS.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     drivers = {machine.text_of(file) for file in _GOVERNORS.glob("cpu[0-9]*/cpufreq/scaling_driver")}
     if found:

@@ -19,7 +19,7 @@ CONTENTS = {
 
 
 def files_of(args: argparse.Namespace, options: Iterable[str] = CONTENTS) -> dict[str, Path]:
-    """Return the absolute path of each file that is asked for, by option.
+    """Return the absolute paths of the files that the options name, by option.
 
     Raises:
         CommandError: a file cannot be written.
@@ -31,7 +31,7 @@ def checked(option: str, path: Path) -> Path:
     """Return the absolute path of an option's file.
 
     Raises:
-        CommandError: it is a folder, or in a folder that does not exist.
+        CommandError: ``path`` is a folder, or is in a folder that does not exist.
     """
     if path.is_dir() or not path.absolute().parent.is_dir():
         fault = "is a folder" if path.is_dir() else "is in a folder that does not exist"
@@ -42,7 +42,7 @@ def checked(option: str, path: Path) -> Path:
 def write(
     files: Mapping[str, Path], writers: Mapping[str, Callable[[Path], object]], tell: Callable[[str], object]
 ) -> None:
-    """Write each file, and tell what it is.
+    """Write each file, and show its path and content.
 
     Args:
         files: result of ``files_of``.

@@ -1,4 +1,4 @@
-"""``flatout monitor``: what GPUs, host and processes do, live or as JSON lines."""
+"""Command ``flatout monitor``: samples of GPUs, host and processes, live or as JSON lines."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ examples:
 
 Ctrl-C ends it. Needs nvidia-ml-py and psutil: pip install 'flatout[monitor]'."""
 
-_FIRST_INTERVAL = 0.2  # seconds between the two looks of --once: rates need two
+_FIRST_INTERVAL = 0.2  # seconds between the two samples of --once, because rates require two samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout monitor``."""
+    """Declare the arguments of ``flatout monitor``."""
     parser.add_argument("--pid", type=int, help="watch this process and its workers (default: the whole machine)")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="from sample to sample (default: 1)"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs ``flatout monitor``."""
+    """Run ``flatout monitor``."""
     if args.pid is not None and not exists(args.pid):
         raise CommandError(f"--pid must be a process that runs; there is none with number {args.pid}")
     arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             if show is not None:
                 stack.enter_context(show)
             return _follow(arrived, lines, show, once=args.once)
-    except BrokenPipeError:  # the reader of our lines has had enough: no error of ours
+    except BrokenPipeError:  # the reader of the output has closed the pipe, which is no error of this command
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(arrived: queue.SimpleQueue[Sample], lines: JsonLines | None, show: _Screen | None, *, once: bool) -> int:
-    """Writes and shows samples until the watched process ends; with ``once`` the second, whose rates are known."""
+    """Write and show samples until the watched process ends. Return the exit status.
+
+    With ``once``, write and show only the second sample, which has rates.
+    """
     if once:
         first = arrived.get()
         sample = first if first.pid_ended else arrived.get()
@@ -93,14 +96,14 @@ def _follow(arrived: queue.SimpleQueue[Sample], lines: JsonLines | None, show: _
 
 
 class _Output(Console):
-    """Standard output; a reader that left is the caller's to see, as it is for JSON lines."""
+    """Console on standard output. A closed pipe raises ``BrokenPipeError``, as for JSON lines."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class _Screen:
-    """The view, drawn again for every sample in a terminal, and below one another anywhere else."""
+    """Screen that shows each sample. A terminal redraws the view. Other outputs get the views one below the other."""
 
     def __init__(self, *, live: bool) -> None:
         self._samples: deque[Sample] = deque(maxlen=KEPT)
@@ -129,7 +132,7 @@ class _Screen:
 
 
 def _exit(number: int, frame: object) -> None:
-    """Ends the command by a signal, but gives the terminal its cursor back."""
+    """End the command by ``SystemExit`` after a signal, so that the terminal shows its cursor again."""
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""``flatout profile``: where the time of any training script goes."""
+"""Command ``flatout profile``: profile of any training script."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ returned 0, but there is no profile or a file cannot be written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout profile``."""
+    """Declare the arguments of ``flatout profile``."""
     parser.add_argument(
         "--steps", type=_positive, default=10, metavar="N", help="steps to time, then to profile (default: 10)"
     )
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs ``flatout profile``."""
+    """Run ``flatout profile``."""
     program, files = program_of(args), files_of(args)
     if args.nsight:
         for line in _nsight_lines(args):
@@ -126,7 +126,7 @@ def _nsight_lines(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def _left(ended: Ended) -> int:
-    """The script's exit status, its exception shown as Python would show it."""
+    """Return the script's exit status. Show an exception of the script as Python does, and raise an interrupt."""
     if isinstance(ended.error, KeyboardInterrupt):
         raise ended.error
     if ended.error is not None:

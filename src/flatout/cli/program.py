@@ -20,7 +20,7 @@ def program_of(args: argparse.Namespace) -> MainProgram:
     """Return the program to run.
 
     Raises:
-        CommandError: there is no such script.
+        CommandError: the script does not exist.
     """
     if args.is_module:
         return MainModule(args.script, args.args)

@@ -22,14 +22,14 @@ TIMEOUT = timedelta(seconds=60)
 """Time in which all ranks must start, and in which each collective of the default group must end."""
 
 _CLOCK_SKEW = 1.0
-"""Seconds between the clocks of two ranks from which logs and file times mislead."""
+"""Difference of the clocks of two ranks, in seconds, above which logs and file times mislead."""
 
 _SLOW_AGREEMENT = 5.0
-"""Milliseconds of one agreement from which many short trials are slow."""
+"""Milliseconds of one agreement above which many short trials are slow."""
 
 _VERSIONS = ("Python", "torch", "flatout", "CUDA", "driver", "NCCL")
 _MUST_BE_EQUAL = {"torch", "flatout", "CUDA", "NCCL"}
-"""Versions that run one program on all ranks. Others may differ."""
+"""Versions that must be equal on all ranks. Other versions may differ."""
 
 
 def examine_ranks() -> tuple[Finding, ...]:
@@ -43,10 +43,10 @@ def examine_ranks() -> tuple[Finding, ...]:
     device = process_group.local_device()
     place = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     places = ranks.every(place)
-    # One rank per machine examines it, because all of them would find the same.
+    # One rank per machine examines the machine, because all ranks of a machine would find the same.
     pages = ranks.every(examine() if places.index(place) == ranks.rank else ())
     rows = ranks.every(facts_of_rank(device))
-    ranks.check()  # all clocks are read at the same time
+    ranks.check()  # synchronizes the ranks, so that all clocks are read at the same time
     clocks = ranks.every(time.time())
     measured = measure(ranks, device, is_shared=bool(_shared(row["device id"] for row in rows)))
     found = [finding for check in checks(rows, clocks, measured) for finding in check.findings()]
@@ -54,7 +54,7 @@ def examine_ranks() -> tuple[Finding, ...]:
 
 
 def _shared(devices: Iterable[str]) -> list[tuple[int, int]]:
-    """Return pairs of ranks on the same GPU: each rank with the first rank there."""
+    """Return pairs of ranks on the same GPU. The first rank of each pair is the first rank on the GPU."""
     first: dict[str, int] = {}
     pairs = []
     for rank, device in enumerate(devices):
@@ -64,7 +64,7 @@ def _shared(devices: Iterable[str]) -> list[tuple[int, int]]:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """Return the value of all ranks, or one line per value with its ranks if they differ."""
+    """Return the value of all ranks, or one line per value with its ranks if the values differ."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -85,10 +85,10 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def merged(pages: dict[int, tuple[Finding, ...]]) -> list[Finding]:
-    """Return the findings of several machines as those of one. A finding that differs has one line per machine.
+    """Merge the findings of several machines. A finding that differs has one line per machine.
 
     Args:
-        pages: first rank of each machine to the findings there.
+        pages: findings of each machine, by the machine's first rank.
     """
     keys = list(dict.fromkeys((finding.topic, finding.name) for page in pages.values() for finding in page))
     together = []
@@ -185,7 +185,7 @@ def checks(rows: Sequence[dict[str, Any]], clocks: Sequence[float], measured: Fa
             Rule("variable", "{name}\n{found}", "note", "set {name} alike on all ranks", lambda f: f.differ),
             Rule("variable", "{name}={found}: every collective waits on the host", "slow", "unset {name}",
                  lambda f: f.name == "TORCH_NCCL_BLOCKING_WAIT" and f.found != "0"),
-            Rule("variable", "{name}={found}", when=lambda f: f.name != "OMP_NUM_THREADS"),  # a rule of the threads
+            Rule("variable", "{name}={found}", when=lambda f: f.name != "OMP_NUM_THREADS"),  # checked under threads
         )),
         Check("ranks", "speed", lambda: [measured], (
             Rule("agreement", "{latency_ms:.2f} ms", "slow",

@@ -82,7 +82,7 @@ class Interface:
     """Network interface of a rank.
 
     Attributes:
-        found: name and address; all names if the variable names none of them.
+        found: name and address; the names of all interfaces if the variable names no interface.
         variable: variable that names the interface; empty for the address of the host's name.
         missing: the variable and its value, if no interface has this name.
     """
@@ -93,9 +93,10 @@ class Interface:
 
 
 def interface(variable: str) -> Interface:
-    """Return the network interface that a variable names, or the address of the host's name without the variable.
+    """Return the network interface that a variable names, or the address of the host's name if the variable is not set.
 
-    NCCL also accepts prefixes: ``eth`` is every interface that begins so, ``=eth0`` is this one, ``^lo`` all others.
+    NCCL also accepts prefixes. ``eth`` stands for all interfaces whose names begin with ``eth``. ``^lo`` stands for all
+    interfaces whose names do not begin with ``lo``. ``=eth0`` stands for this interface alone.
     """
     setting = os.environ.get(variable, "")
     names = [name for _, name in socket.if_nameindex()]
@@ -148,7 +149,7 @@ def measure(ranks: Agreement, device: torch.device, *, is_shared: bool) -> Facts
     try:
         with ranks.attempt():
             message = torch.zeros(_MESSAGE // 4, device=device)
-            ranks.check()  # a rank that has failed here is in no collective of the other group
+            ranks.check()  # after a failure on one rank, no rank starts a collective of the other group
             seconds = _all_reduce_seconds(message, backend)
             (seconds,) = ranks.largest([seconds])
     except RuntimeError as error:
@@ -161,7 +162,7 @@ def _all_reduce_seconds(message: torch.Tensor, backend: str) -> float:
     """Return the shortest time of an all-reduce, in seconds."""
     group: Any = dist.new_group(backend=backend)
     times = []
-    for _ in range(4):  # the first one connects
+    for _ in range(4):  # the first all-reduce connects
         begun = time.perf_counter()
         dist.all_reduce(message, group=group)
         if message.is_cuda:

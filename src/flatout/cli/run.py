@@ -1,4 +1,4 @@
-"""``flatout run``: any training script, unchanged and faster."""
+"""Command ``flatout run``: tuning of an unchanged training script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HTML, JSON = Path("flatout-report.html"), Path("flatout-report.json")
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that choose techniques."""
+    """Declare the arguments that choose techniques."""
     parser.add_argument(
         "--only", type=_names, default=[], metavar="NAMES", help="techniques that may be used, with commas"
     )
@@ -55,7 +55,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``flatout run``."""
+    """Declare the arguments of ``flatout run``."""
     add_choices(parser)
     parser.add_argument(
         "--plan", default=CACHED, metavar="FILE", help="a saved plan; 'none' measures again (default: of earlier runs)"
@@ -68,24 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs ``flatout run``. The script's exceptions pass."""
+    """Run ``flatout run``. Exceptions of the script propagate."""
     program, options, files = program_of(args), options_of(args), files_of(args)  # before the script changes the folder
     process, engine = os.getpid(), Engine(options, say)
     try:
         program.run()
     finally:
-        if os.getpid() == process:  # a child that the script has forked says nothing
+        if os.getpid() == process:  # a forked child of the script shows no report
             _end(engine, files)
     return 0
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """Return the options of the command line, with its plan read.
+    """Return the options of the command line, with the plan from its file.
 
     Raises:
-        CommandError: a technique is unknown, or there is no such plan.
+        CommandError: a technique is unknown, or the plan cannot be read.
     """
-    # An unknown name of --only is forbidden, too, and then rejected as unknown.
+    # An unknown name of --only also becomes forbidden, so that Options rejects the name.
     forbidden = {*args.without, *(set(FORBIDDABLE) ^ set(args.only) if args.only else ())}
     try:
         plan = {"none": None, CACHED: CACHED}[args.plan] if args.plan in ("none", CACHED) else Plan.load(args.plan)
@@ -98,7 +98,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def _end(engine: Engine, files: Mapping[str, Path]) -> None:
-    """Stop tuning and show the report. The script's exception, if there is one, must not be replaced."""
+    """Stop tuning and show the report. An error of the report must not replace an exception of the script."""
     try:
         engine.close()
         _show(ScriptReport.of(engine), files)
@@ -107,7 +107,7 @@ def _end(engine: Engine, files: Mapping[str, Path]) -> None:
 
 
 def _show(report: ScriptReport, files: Mapping[str, Path]) -> None:
-    """Say what tuning brought, and write the report if there is one."""
+    """Print the results of the tuning, and write the report if a module was tuned."""
     for line in str(report).splitlines():
         say(line)
     if not report.modules:

@@ -1,1 +1,1 @@
-"""Parts that several rooms share: snapshots, random state, batches, torch's flags, formatting."""
+"""Parts that several packages share, such as snapshots, random state, batches, torch's flags and formatting."""

@@ -37,7 +37,7 @@ def map_tensors(
         fn: called once per tensor.
         batch: any nesting.
         other: applied to every leaf that is neither a tensor, a string, a number nor ``None``.
-        is_leaf: called with each plain list and tuple. Those for which it returns true are leaves.
+        is_leaf: called with each plain list and tuple. A container for which ``is_leaf`` returns True is a leaf.
 
     Returns:
         A new batch. Containers are never changed in place.
@@ -65,7 +65,7 @@ def map_tensors(
         rebuilt = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                # `dataclasses.replace` would run __post_init__ again and refuse fields that are not arguments.
+                # `dataclasses.replace` would run __post_init__ again, and reject fields that are not arguments.
                 object.__setattr__(rebuilt, field.name, map_tensors(fn, getattr(batch, field.name), other, is_leaf))
         return rebuilt
     return other(batch)
@@ -192,9 +192,9 @@ def objects_of(batch: Any) -> list[Any]:
 
 
 def tensors_within(batch: Any) -> list[Tensor]:
-    """Return the tensors of ``batch``, then those in attributes of its objects that have a ``to`` method.
+    """Return the tensors of ``batch``, then the tensors in attributes of its objects that have a ``to`` method.
 
-    Tensors that such an object keeps outside of its attributes, in a library's memory, are not found.
+    A tensor that such an object keeps in a library's memory, outside of its attributes, is not found.
     """
     found: list[Tensor] = []
     left: list[Any] = [batch]
@@ -243,9 +243,10 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of samples in ``batch``: the leading dimension of its first tensor, 1 for a 0-dim tensor.
+    """Return the number of samples in ``batch``.
 
-    Empty tensors, such as the boxes of an image without objects, are skipped if another tensor has samples.
+    The number is the leading dimension of the batch's first tensor, or 1 for a 0-dim tensor. Empty tensors, such as
+    the boxes of an image without objects, are skipped if another tensor has samples.
 
     If ``batch`` holds no tensor, its first object with a ``to`` method counts. The number is the object's
     ``num_graphs`` or ``batch_size``, else its ``len``, else the samples of the tensors in its attributes, else 1. The
@@ -297,13 +298,13 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
     """Split a batch along its samples, which are the first dimension of its tensors.
 
     Tensors and NumPy arrays whose first dimension is the batch size are narrowed, so the parts are views. Lists and
-    tuples with one entry per sample are sliced: file names, targets of detection, lists of numbers. If the first
-    dimension of all tensors in such a list is the batch size, the tensors are narrowed instead. Anything else (a mask,
-    class weights, a tuple of numbers) goes to every part.
+    tuples with one entry per sample are sliced. Examples are file names, targets of detection and lists of numbers. If
+    the first dimension of all tensors in such a list is the batch size, the tensors are narrowed instead. Anything else
+    (a mask, class weights, a tuple of numbers) goes to every part.
 
     Args:
         batch: any nesting.
-        sizes: samples of each part; their sum is ``batch_size_of(batch)``.
+        sizes: number of samples of each part. The sum of ``sizes`` is ``batch_size_of(batch)``.
 
     Returns:
         The parts, with the types of ``batch``. None if the batch cannot be split, because it holds a
@@ -317,10 +318,10 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any] | None:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """Return a batch of ``samples`` samples: the first ones of ``batch``, repeated from the start as needed.
+    """Return a batch of ``samples`` samples, which are the first samples of ``batch``, repeated as often as needed.
 
     Args:
-        batch: any nesting. The same parts are resized that :func:`split` splits.
+        batch: any nesting. The parts that :func:`split` would split are resized.
         samples: number of samples, >= 1.
 
     Returns:
@@ -347,7 +348,7 @@ def _picked(batch: Any, index: slice | list[int]) -> Any:
         return tensor.dim() > 0 and tensor.size(0) == count
 
     def has_entries(container: Sequence) -> bool:
-        """Return whether a container has one entry per sample. A tuple of numbers is taken for a size."""
+        """Return True if a container has one entry per sample. A tuple of numbers counts as a size."""
         if container is batch or len(container) != count:
             return False
         if type(container) is tuple and all(isinstance(entry, (int, float)) for entry in container):

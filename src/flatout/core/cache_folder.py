@@ -1,4 +1,4 @@
-"""Folder of the user's cache, with reads and writes that neither other processes nor other users can disturb."""
+"""Folder of the user's cache. Other processes and other users cannot disturb its reads and writes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 
 VARIABLE = "FLATOUT_CACHE"
 OFF = "off"
-"""Value of ``FLATOUT_CACHE`` that keeps nothing between processes."""
+"""Value of ``FLATOUT_CACHE`` that turns the cache off."""
 
 LARGEST = 1 << 20
-"""Bytes of the largest file that is read."""
+"""Size of the largest file that is read, in bytes."""
 
 
 def cache_folder() -> Path | None:
     """Return ``FLATOUT_CACHE``, or else ``$XDG_CACHE_HOME/flatout``, or else ``~/.cache/flatout``.
 
-    None if ``FLATOUT_CACHE=off``, or if the user has no home.
+    Returns:
+        The folder. None if ``FLATOUT_CACHE=off``, or if the user has no home directory.
     """
     wanted = os.environ.get(VARIABLE)
     if wanted == OFF:
@@ -33,7 +34,7 @@ def cache_folder() -> Path | None:
 
 
 def read_own(path: Path) -> str | None:
-    """Return the text of a regular file of this user; None for anything else, such as a symbolic link."""
+    """Return the text of a regular file of this user, or None for anything else, such as a symbolic link."""
     try:
         # O_NONBLOCK: opening a FIFO does not wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
@@ -45,7 +46,7 @@ def read_own(path: Path) -> str | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, each for this user alone. Nothing happens where this is impossible."""
+    """Make a folder and its missing parents, each for this user alone. Ignore errors of the file system."""
     with contextlib.suppress(OSError):
         if not folder.is_dir():
             make_folder(folder.parent)
@@ -53,9 +54,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_own(path: Path, text: str) -> None:
-    """Write a file that only this user can read. Readers find the old file or the new one.
+    """Write a file that only this user can read. A reader sees the old text or the new text, never a mixture.
 
-    Nothing happens if the folder cannot be written.
+    Errors of the file system are ignored, so the text may not be written.
     """
     make_folder(path.parent)
     with contextlib.suppress(OSError):

@@ -10,13 +10,13 @@ from textwrap import shorten
 from flatout.core import formatting
 
 LONGEST = 120
-"""Characters of a result on one line."""
+"""Largest number of characters of a result on one line."""
 
 
 class Described(ABC):
     """Base of results that are shown by a few facts.
 
-    Facts are texts that are known already. A debugger shows an object at any moment, so nothing is measured for them.
+    A fact is a text that needs no measurement, because a debugger may show an object at any moment.
     """
 
     @abstractmethod
@@ -40,7 +40,7 @@ def _name(shown: Described) -> str:
 
 
 def _known(shown: Described) -> dict[str, str]:
-    """Return the facts that are known; none of an object that is not complete, such as after a failed constructor."""
+    """Return the known facts. An incomplete object has none, for example after a failed constructor."""
     try:
         facts = {name: formatting.clean(fact) for name, fact in shown._facts().items()}
     except Exception:

@@ -1,4 +1,4 @@
-"""DTensors (FSDP2, tensor parallel): the local part, and agreement of all ranks on results.
+"""Local parts of DTensors (FSDP2, tensor parallel), and agreement of all ranks on results.
 
 ``torch.distributed.tensor`` is imported only when a DTensor exists.
 """
@@ -43,15 +43,15 @@ def is_elsewhere(tensor: Tensor) -> bool:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Return True if both tensors have the same mesh and placements, as two plain tensors do."""
+    """Return True if both tensors have the same mesh and placements, or if both are plain tensors."""
     mesh = getattr(a, "device_mesh", None)
     return mesh == getattr(b, "device_mesh", None) and (mesh is None or a.placements == b.placements)  # type: ignore[attr-defined]
 
 
 def placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``tensor`` with the placements of its parameter, or unchanged if it is not on the parameter's mesh.
+    """Return ``tensor`` with the placements of its parameter. A tensor on another mesh is returned unchanged.
 
-    Sequence parallelism leaves gradients of replicated parameters as pending sums (Partial). State may have been saved
+    With sequence parallelism, gradients of replicated parameters are pending sums (Partial). State may have been saved
     with other placements.
     """
     if not is_distributed(parameter) or not is_settled(parameter) or alike(tensor, parameter):
@@ -116,7 +116,10 @@ class Ranks:
 
 
 def ranks_of(tensor: Tensor) -> Ranks | None:
-    """Return the ranks that must agree on results for ``tensor``; None if this process holds all of it."""
+    """Return the ranks that must agree on results for ``tensor``, or None if they need not agree.
+
+    Ranks need not agree if the tensor is not a DTensor, is replicated in all dimensions, or has no part here.
+    """
     if not is_distributed(tensor) or is_elsewhere(tensor):
         return None
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -130,7 +133,7 @@ def whole(scalar: Any) -> Tensor:
 
 
 def replicated(scalar: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return a scalar about ``tensors`` in torch's form: a DTensor if all are DTensors of one mesh."""
+    """Return a scalar result for ``tensors`` as torch would, which is a DTensor if all are DTensors of one mesh."""
     meshes = {getattr(tensor, "device_mesh", None) for tensor in tensors} if is_distributed(tensors[0]) else set()
     if len(meshes) != 1:
         return scalar

@@ -1,5 +1,5 @@
-"""Errors that several rooms raise or handle."""
+"""Errors that several packages raise or handle."""
 
 
 class Unsuitable(Exception):
-    """A way of running a step cannot be used here. The message is one sentence for the report."""
+    """Error of a way of running a step that cannot be used here. The message is one sentence for the report."""

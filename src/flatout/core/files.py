@@ -6,6 +6,9 @@ from pathlib import Path
 
 
 def is_special(path: str | Path) -> bool:
-    """Return whether ``path`` exists and is not a regular file: opening a FIFO blocks, a device may have no end."""
+    """Return True if ``path`` exists and is not a regular file.
+
+    To open a FIFO can block, and to read a device can take forever.
+    """
     path = Path(path)
     return path.exists() and not path.is_file()

@@ -1,4 +1,4 @@
-"""Objects that a loss can reach besides the model: other modules, optimizers, loss scalers, averages of weights."""
+"""Objects that a loss can reach besides the model, such as other modules, optimizers and loss scalers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 def add_foreign(saved: Saved, code: Any) -> None:
     """Add every module, optimizer and object with a ``state_dict`` that code can reach.
 
-    Copied at once are the parameters and the state of reachable optimizers, loss scalers, learning-rate schedulers,
-    and buffers of modules in train mode. Other tensors of such objects, such as the weights of a frozen teacher, are
-    copied before the first write under ``copied_before_writes``. Of any other tensor that code can reach, only the
-    gradient is saved.
+    Optimizers with their parameters and state, loss scalers, learning-rate schedulers, and buffers of modules in train
+    mode are copied at once. Other tensors of these objects, such as the weights of a frozen teacher, are copied before
+    their first write under ``copied_before_writes``. For any other leaf tensor, only the gradient is saved.
 
     Args:
         saved: receives the objects, and already holds the job's modules and optimizer.
@@ -66,7 +65,7 @@ def copied_before_writes(saved: Saved) -> Iterator[None]:
 
 
 class _CopyBeforeWrite(TorchDispatchMode):
-    """Dispatch mode that copies the arguments that an operator's schema marks as written."""
+    """Dispatch mode that copies tensors before an operator writes to them, according to the operator's schema."""
 
     def __init__(self, saved: Saved) -> None:
         super().__init__()
@@ -84,15 +83,16 @@ class _CopyBeforeWrite(TorchDispatchMode):
 
 
 class StepGuard:
-    """Guard that raises before an optimizer steps that is not saved and cannot be restored.
+    """Guard that raises an error before the step of an optimizer that is not saved, and so cannot be restored.
 
-    An optimizer that is made while the guard is on may step, because the step itself made it.
+    An optimizer that is made while the guard is on may step, because the training step made it.
 
     Args:
         saved: holds the optimizers that may step.
 
     Attributes:
-        error: the error that was raised, or None. A trial would otherwise count it as a failure of its candidate.
+        error: the error that was raised, or None. A trial would otherwise count the error as a failure of its
+            candidate.
     """
 
     def __init__(self, saved: Saved) -> None:

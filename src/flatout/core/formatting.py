@@ -56,7 +56,7 @@ def percent(ratio: float, digits: int | None = None) -> str:
 
     Args:
         ratio: new speed / old speed.
-        digits: number of decimals; None chooses by size.
+        digits: number of decimals, or None to choose it by size.
     """
     change = (ratio - 1) * 100
     if not math.isfinite(change):
@@ -71,7 +71,7 @@ def share(part: float | None, digits: int | None = None) -> str:
 
     Args:
         part: 0..1.
-        digits: number of decimals; None chooses by size.
+        digits: number of decimals, or None to choose it by size.
     """
     return "" if part is None else f"{100 * part:.{decimals(part) if digits is None else digits}f} %"
 

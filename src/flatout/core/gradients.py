@@ -1,7 +1,7 @@
-"""Gradients of any devices and dtypes: checked, measured and scaled, natively if possible.
+"""Checks, norms and scaling of gradients of any device and dtype, by native operators if possible.
 
 Devices without kernels, sparse or complex gradients, and tensor subclasses use torch's operations with the same
-results. For a DTensor the local part is checked, and then all ranks agree.
+results. For a DTensor the local part is checked, and then all ranks agree on the result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flatout import native
 from flatout.core import dtensor
 from flatout.core.dtensor import PLAIN, Ranks
+from flatout.core.uncompiled import uncompiled
 
 _ops = torch.ops.flatout
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -40,13 +41,13 @@ class GradCheck:
     """Result of one check of all gradients: 0-dim tensors on the first gradient's device, not synchronized."""
 
     found_inf: Tensor
-    """1 if a gradient is inf or NaN, else 0; float32."""
+    """1 if a gradient is inf or NaN, else 0, as float32."""
     grad_norm: Tensor
-    """Norm of the unscaled gradients; float64 if all gradients are float64, else float32."""
+    """Norm of the unscaled gradients, as float64 if all gradients are float64 or complex128, else as float32."""
     grad_factor: Tensor
     """``inv_scale`` x clip coefficient: the factor for each gradient."""
     skipped: Tensor | None = None
-    """``found_inf`` as bool. None, unless the check also computes the next loss scale."""
+    """``found_inf`` as bool. None if the check does not also compute the next loss scale."""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -55,7 +56,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Return True if the native operators take ``tensor``: by device, dtype, type and layout."""
+    """Return True if the native operators accept the device, dtype, type and layout of ``tensor``."""
     return _all_plain((tensor,)) and has_kernels(tensor.device)
 
 
@@ -140,7 +141,7 @@ def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """Return ``value`` as a 0-dim tensor on ``device``. float64 tensors stay float64; all else becomes float32."""
+    """Return ``value`` as a 0-dim tensor on ``device``. float64 tensors stay float64. All else becomes float32."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -166,8 +167,8 @@ def _on_dense(native_op: Callable[..., Any], grads: list[Tensor], *arguments: An
 def _is_about_memory(error: RuntimeError) -> bool:
     """Return True if a native operator rejected the memory layout of tensors, before it changed anything.
 
-    Operators check the layout in any case, and almost all layouts are valid. So callers try the operator first, and
-    check the layout only after a rejection. A check in advance costs more than a step over small tensors.
+    Operators always check the layout, and almost all layouts are valid. So callers try the operator first, and check
+    the layout only after a rejection. A check in advance costs more than a step over small tensors.
     """
     return "must be dense" in str(error) or "share memory" in str(error)
 
@@ -187,7 +188,7 @@ def _norm_of_one(grad: Tensor, norm_type: float) -> Tensor:
     return dtensor.whole(torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)))
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def norms(grads: Sequence[Tensor | None], inv_scale: Tensor | float | None, norm_type: float) -> Tensor:
     """Return the norm of each gradient times ``inv_scale``, on the device of the first gradient. None has norm 0.
@@ -214,7 +215,7 @@ def norms(grads: Sequence[Tensor | None], inv_scale: Tensor | float | None, norm
 
 
 def _wide(grad: Tensor) -> torch.dtype:
-    """Return the dtype for torch's norm: float32 or wider."""
+    """Return the dtype for torch's norm, which is float32 or wider."""
     return torch.promote_types(grad.dtype, torch.float32)
 
 
@@ -235,7 +236,7 @@ def agreed(look: tuple[Tensor, Tensor], ranks: Ranks | None, norm_type: float = 
     return look if ranks is None else ranks.agree(*look, norm_type)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def check(
     grads: Sequence[Tensor],
@@ -249,7 +250,7 @@ def check(
         grads: at least one gradient, of any devices and dtypes.
         inv_scale: first factor of the gradients (a float, or 0-dim).
         max_norm: limit of the norm over *all* gradients, for clipping.
-        norm_type: order of the norm. 1, 2 and inf are native; torch computes any other.
+        norm_type: order of the norm. 1, 2 and inf are native. torch computes other orders.
 
     Raises:
         ValueError: ``max_norm`` is negative or NaN.
@@ -293,14 +294,14 @@ def conclude(
     return GradCheck(found_inf, norm, factor)
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[tuple[Tensor, Tensor]]:
     """Multiply all gradients with ``inv_scale`` in place.
 
     Returns:
-        Pairs of ``(found_inf, grad_norm)`` over all ranks from the same pass, one or more per device: see
-            :func:`together`.
+        Pairs of ``(found_inf, grad_norm)`` over all ranks, from the same pass, one or more per device.
+            :func:`together` combines them.
 
     Raises:
         RuntimeError: a gradient is expanded. Nothing has changed.
@@ -315,7 +316,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float | None) -> list[
     return [agreed(look, ranks) for ranks, look in _rewrite(grads, inv_scale, _ops.unscale_and_check_, by_torch)]
 
 
-@torch.compiler.disable
+@uncompiled
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply all gradients with ``factor`` in place. A factor of 1 touches no memory.
@@ -332,7 +333,7 @@ def _rewrite(
     native_op: Callable[[list[Tensor], Any], Any],
     by_torch: Callable[[list[Tensor], Any], Any],
 ) -> list[tuple[Ranks | None, Any]]:
-    """Rewrite gradients in place, with ``native_op`` if possible and with the equivalent ``by_torch`` elsewhere.
+    """Rewrite gradients in place, with ``native_op`` if possible, else with the equivalent ``by_torch``.
 
     Returns:
         The results of both, each with the ranks that must agree on it.
@@ -364,6 +365,6 @@ def _refuse_expanded(grads: Sequence[Tensor]) -> None:
 
 
 def _multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors one after the other. As in torch, shared memory is multiplied once per tensor in the list."""
+    """Multiply tensors one by one. As in torch, shared memory is multiplied once per tensor in the list."""
     for grad in grads:
         grad.mul_(factor)

@@ -1,8 +1,8 @@
-"""A subclass for one instance: changes a module's methods reversibly and without visible traces.
+"""Subclass for one instance, which changes a module's methods reversibly and without visible traces.
 
-If a method were replaced on the instance, copies would run the original's weights, and paired hooks would break under
-``torch.compile``. A subclass for the one instance avoids both: isinstance, hooks, ``state_dict`` and compilation see
-the same module. A copy or pickle is a plain object of the user's own class, byte for byte.
+If a method were replaced on the instance, copies would run with the original's weights, and paired hooks would break
+under ``torch.compile``. A subclass for the one instance avoids both problems. For isinstance, hooks, ``state_dict``
+and compilation the module stays the same. A copy or pickle is a plain object of the user's own class, byte for byte.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 from torch import nn
 
 _MADE = "flatout_instance_class"
-"""Attribute that marks classes made here."""
+"""Attribute that marks classes made by this file."""
 
 
 class _Unannounced(nn.Module):
-    """Base that hides classes made here from ``__init_subclass__`` of a user's class, which may be a registry."""
+    """Base that hides classes made by this file from ``__init_subclass__`` of a user's class.
+
+    The user's ``__init_subclass__`` may register every subclass.
+    """
 
     __slots__ = ()
 
@@ -35,8 +38,8 @@ _in_pickler: weakref.WeakValueDictionary[tuple[int, int], _Items] = weakref.Weak
 class _Items:
     """Iterator over the list items of a module to pickle. Most modules have none.
 
-    A pickler writes ``__newobj__`` only with the class that ``__class__`` returns, and asks for list items right
-    after that. So ``__class__`` returns the user's class until the pickler asks this iterator for an item.
+    A pickler writes ``__newobj__`` only with the class that ``__class__`` returns. Right after that, the pickler
+    requests list items. So ``__class__`` returns the user's class until the pickler requests an item of this iterator.
     """
 
     def __init__(self, module: nn.Module, items: Iterator[Any] | None) -> None:
@@ -54,7 +57,7 @@ class _Items:
 
 
 class _PickledClass:
-    """Descriptor for ``__class__`` of modules whose class was made here. A pickler gets the user's class."""
+    """Descriptor for ``__class__`` of modules whose class was made by this file. A pickler gets the user's class."""
 
     def __get__(self, module: nn.Module, owner: type[nn.Module]) -> type[nn.Module]:
         is_written = bool(_in_pickler) and (id(module), threading.get_ident()) in _in_pickler
@@ -93,12 +96,12 @@ def instance_class(base: type[nn.Module], **members: Any) -> type[nn.Module]:
 
 
 def users_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class without subclasses made here."""
+    """Return the first class in the MRO of ``cls`` that was not made by this file."""
     return next(each for each in cls.__mro__ if _MADE not in vars(each) and each is not _Unannounced)
 
 
 def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
-    """Remove ``cls`` from a module's class: restore its base, or unlink it if other subclasses followed."""
+    """Remove ``cls`` from a module's class. If other subclasses derive from ``cls``, they get its bases instead."""
     if type(model) is cls:
         model.__class__ = cls.__bases__[-1]
         return

@@ -12,8 +12,8 @@ from torch import Tensor
 def check_kinds(state: Any, own: Any, where: str) -> None:
     """Reject values whose kind, or tensors whose shape, differs from the same entry of ``own``.
 
-    None fits everything. A number fits a tensor of one element, because optimizers and schedulers convert between the
-    two. Entries that only one of the two states has are not checked.
+    None fits every kind. A number fits a tensor of one element, because optimizers and schedulers convert between
+    numbers and such tensors. Entries that only one of the two states has are not checked.
 
     Args:
         state: tensors, numbers and strings, in lists, tuples and dicts.

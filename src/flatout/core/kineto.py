@@ -1,4 +1,4 @@
-"""Silence for messages of torch's profiler on standard error that do not concern the user's code."""
+"""Suppression of messages of torch's profiler on standard error that do not concern the user's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ERROR = 2
 
 @contextlib.contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Silence torch's profiler library, which reads its log level once per process, when a profiler first starts."""
+    """Silence Kineto, torch's profiler library, unless the user has set its log level or there is a GPU.
+
+    Kineto reads its log level once per process, when the first profiler starts.
+    """
     if _LEVEL in os.environ or torch.cuda.is_available():
         yield
         return
@@ -32,7 +35,7 @@ def quiet_kineto() -> Iterator[None]:
 def quiet_allocator() -> Iterator[None]:
     """Silence torch's allocator during a memory profile.
 
-    The allocator logs every thousandth block that is older than the profile. It writes to standard error through
+    The allocator logs every thousandth block that is older than the profile. The messages go to standard error through
     torch's C++ logger, so Python's warning filters do not apply. Inside the block, the logger's level is ``ERROR``,
     unless the user has set a level. ``TORCH_WARN`` is not affected, because it issues Python warnings.
     """
@@ -48,7 +51,7 @@ def quiet_allocator() -> Iterator[None]:
 
 
 def _log_level() -> ctypes.c_int | None:
-    """Return the level of torch's C++ logger; None if this build does not export the level."""
+    """Return the level of torch's C++ logger, or None if this build does not export the level."""
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
     except (OSError, ValueError):

@@ -17,28 +17,29 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that the process may use, by its affinity and its container's quota."""
+    """Return the number of physical cores that the process may use, within its affinity and its container's quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, math.ceil(min([len(cores), *map(quota_of, control_groups("cpu"))])))
 
 
 def local_ranks() -> int:
-    """Return the number of ranks that a launcher such as ``torchrun`` has started on this machine; 1 without one."""
+    """Return the number of ranks that a launcher such as ``torchrun`` has started on this machine, or 1 without one."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdecimal() else 1
 
 
 def own_cores() -> int:
-    """Return this rank's share of the usable cores, at least 1; all of them without other ranks on this machine."""
+    """Return this rank's equal share of the usable cores of this machine, at least 1."""
     return max(1, usable_cores() // local_ranks())
 
 
 @functools.cache
 def copy_threads() -> int:
-    """Return the number of threads that copy batches in memory: half of this rank's cores, at least 1 and at most 4.
+    """Return the number of threads that copy batches in memory.
 
-    Each epoch asks for the number, and finding the cores reads a file per CPU. So the first result is kept.
+    The number is half of this rank's cores, at least 1 and at most 4. The first result is cached, because each epoch
+    needs the number, and finding the cores reads a file per CPU.
     """
     return min(4, max(1, own_cores() // 2))
 
@@ -63,7 +64,7 @@ def quota_of(group: Path) -> float:
 
 
 def control_groups(controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's control group and of its parents, each of which may set a limit."""
+    """Yield the directories of this process's control group and of its parents. Each of them may set a limit."""
     root = _CGROUP / controller if (_CGROUP / controller).is_dir() else _CGROUP
     paths: dict[str, str] = {}
     for line in text_of(_PROC / "self/cgroup").splitlines():
@@ -74,7 +75,7 @@ def control_groups(controller: str) -> Iterator[Path]:
 
 
 def load_average() -> float | None:
-    """Return the number of processes that ran or waited for a core, averaged over a minute; None if unknown."""
+    """Return the number of processes that ran or waited for a core, averaged over a minute, or None if unknown."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -141,13 +142,13 @@ def swap() -> tuple[int, int]:
 
 
 def private_memory(pid: int) -> int:
-    """Return the bytes that a process does not share with others; 0 if unknown."""
+    """Return the bytes that a process does not share with others, or 0 if unknown."""
     smaps = _PROC / f"{pid}/smaps_rollup"
     return 1024 * (field_of(smaps, "Private_Clean:") + field_of(smaps, "Private_Dirty:"))
 
 
 def free_shared_memory() -> float:
-    """Return the free bytes of /dev/shm, through which worker processes send tensors; infinite without /dev/shm."""
+    """Return the free bytes of /dev/shm, through which worker processes send tensors. Infinite without /dev/shm."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -156,7 +157,7 @@ def free_shared_memory() -> float:
 
 
 def field_of(file: Path, name: str) -> int:
-    """Return the number after a name in a file with one such pair per line; 0 without it."""
+    """Return the number after ``name`` in a file with one name and number per line, or 0 without this name."""
     for line in text_of(file).splitlines():
         words = line.split()
         if words[:1] == [name]:
@@ -165,7 +166,7 @@ def field_of(file: Path, name: str) -> int:
 
 
 def text_of(file: Path) -> str:
-    """Return the text of a small file; empty if the file cannot be read."""
+    """Return the text of a small file, or an empty text if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

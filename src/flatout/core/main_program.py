@@ -1,7 +1,8 @@
 """Python program that runs in this process as ``python`` itself would run it.
 
-``runpy`` gives ``sys.modules["__main__"]`` back after the program's last line. Threads that live on and ``atexit``
-functions then find another ``__main__``, and cannot pickle the program's classes. Here the program stays ``__main__``.
+``runpy`` restores ``sys.modules["__main__"]`` after the program's last line. Threads that still run and ``atexit``
+functions then find another ``__main__``, and cannot pickle the program's classes. In this file the program stays
+``__main__``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class MainProgram(ABC):
     def run(self) -> None:
         """Run the program to its end. ``sys.argv``, ``sys.path[0]`` and ``sys.modules["__main__"]`` stay changed.
 
-        Child processes that are spawned run the program by its path or module name, and know nothing of this call.
+        Spawned child processes run the program by its path or module name, without this call.
 
         Raises:
-            BaseException: what the program raises, ``SystemExit`` included. The interpreter will show its traceback
-                from the program's first frame on.
+            BaseException: the exception that the program raises, ``SystemExit`` included. The interpreter shows its
+                traceback from the program's first frame on.
         """
         sys.modules["__main__"] = self.module
         sys.argv[:] = [self._name, *self._args]
@@ -64,13 +65,13 @@ class MainProgram(ABC):
         vars(self.module).update({f"__{name}__": value for name, value in attributes.items()})
 
     def own(self, traceback: TracebackType | None) -> TracebackType | None:
-        """Return the part of a traceback that begins in the program; None without such a part."""
+        """Return the part of a traceback that begins in the program, or None without such a part."""
         while traceback is not None and traceback.tb_frame.f_globals is not vars(self.module):
             traceback = traceback.tb_next
         return traceback
 
     def _hide_callers(self) -> None:
-        """Let ``sys.excepthook``, which may be the program's, see the program's own frames only."""
+        """Make ``sys.excepthook``, which the program may have replaced, show the program's own frames only."""
         show = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -107,7 +108,7 @@ class MainModule(MainProgram):
 
     def _load(self) -> CodeType:
         _set_first_folder(os.getcwd())
-        sys.argv[0] = "-m"  # while packages are imported, as by Python
+        sys.argv[0] = "-m"  # Python, too, sets this while it imports the parent packages
         spec = _spec_of(self._name)
         sys.argv[0] = spec.origin or self._name
         self._describe(file=spec.origin, loader=spec.loader, package=spec.parent, spec=spec, cached=spec.cached)
@@ -115,10 +116,10 @@ class MainModule(MainProgram):
 
 
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec:
-    """Return the spec of a module to run; of a package, that of its ``__main__``.
+    """Return the spec of a module to run. For a package, return the spec of its ``__main__``.
 
     Raises:
-        ImportError: there is no such module, or a package without a ``__main__``.
+        ImportError: there is no such module, or the package has no ``__main__``.
     """
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -136,7 +137,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _is_source(path: str) -> bool:
-    """Return False for archives, which begin with anything and end with a directory of their files."""
+    """Return False for archives. An archive may begin with any bytes, because its table of files is at the end."""
     return not zipfile.is_zipfile(path)
 
 
@@ -145,7 +146,7 @@ def _set_first_folder(folder: str, *, is_safe: bool = False) -> None:
 
     Args:
         folder: the folder.
-        is_safe: True for a folder that ``python -P`` and ``python -I`` look into, too.
+        is_safe: True for a folder that ``python -P`` and ``python -I`` search, too.
     """
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and newer
         sys.path[0] = folder

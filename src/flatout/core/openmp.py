@@ -1,4 +1,4 @@
-"""Switch that keeps torch's operations on one thread, so that OpenMP's threads sleep."""
+"""Context that keeps torch's operations on one thread, so that OpenMP's threads sleep."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _HAS_OPENMP = hasattr(_torch, "omp_set_num_threads")
 def serial() -> Iterator[None]:
     """Run the calling thread's torch operations on this thread alone. Operations of other threads stay parallel.
 
-    After a parallel operation, OpenMP's threads spin for milliseconds while they wait for the next one (libgomp:
-    GOMP_SPINCOUNT and OMP_WAIT_POLICY). They would occupy cores that flatout's threads need. ``torch.set_num_threads``
-    would also change other threads and MKL.
+    After a parallel operation, OpenMP's threads spin for milliseconds while they wait for the next operation. In
+    libgomp, GOMP_SPINCOUNT and OMP_WAIT_POLICY set the duration. Spinning threads would occupy cores that flatout's
+    threads need. ``torch.set_num_threads`` would also change other threads and MKL.
     """
     if not _HAS_OPENMP:
         yield

@@ -1,4 +1,4 @@
-"""Out of memory: recognition of its errors, and versions of tensors that show writes before the error."""
+"""Detection of out-of-memory errors, and of writes to tensors before such an error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _params = itemgetter("params")
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, or torch's allocator on the host, was out of memory; False for a ``MemoryError``."""
+    """Return True if a device or torch's host allocator ran out of memory. A ``MemoryError`` does not count."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
 def versions(values: Sequence[Any]) -> list[int | None]:
-    """Return the number of writes to each tensor, in 0.1 us per tensor; None for other values."""
+    """Return the version counter of each tensor, which counts in-place writes. Other values get None."""
     return list(map(getattr, values, repeat("_version"), repeat(None)))
 
 
@@ -40,5 +40,5 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the present parameters of an optimizer, group by group, at C speed."""
+    """Return the present parameters of an optimizer, group by group."""
     return list(chain.from_iterable(map(_params, optimizer.param_groups)))

@@ -1,6 +1,6 @@
 """Process-wide flags that every snapshot saves.
 
-Code that changes a flag declares in its own file how the flag is read and written::
+A file that changes a flag also declares how to read and write this flag::
 
     @process_flag
     class Threads:
@@ -44,7 +44,7 @@ def saved_flags() -> list[Restorable]:
 
 @process_flag
 class TorchModes:
-    """Modes of torch that the user's code may change: gradients and the default dtype."""
+    """Grad mode and default dtype of torch, which the user's code may change."""
 
     def __init__(self) -> None:
         self._grad_enabled = torch.is_grad_enabled()

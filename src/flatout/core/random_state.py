@@ -1,4 +1,4 @@
-"""States of all random generators that a dataset can reach: capture, compare, restore."""
+"""Capture, comparison and restoring of the states of all random generators that a dataset can reach."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Tracked:
 
 
 class RandomState:
-    """States of random generators: the global ones of torch, Python and NumPy, and others that an object holds."""
+    """States of the global random generators of torch, Python and NumPy, and of generators that an object holds."""
 
     def __init__(self, tracked: list[_Tracked]) -> None:
         self._tracked = tracked
@@ -37,7 +37,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, root: Any = None) -> RandomState:
-        """Read the global generators, and those in attributes, containers and closures reachable from ``root``."""
+        """Read the global generators, and all generators that :func:`generators_in` finds in ``root``."""
         return cls.of(generators_in(root))
 
     @classmethod
@@ -65,7 +65,7 @@ class RandomState:
         return RandomState([_track(each.name, each.read, each.write) for each in self._tracked])
 
     def moved(self) -> str | None:
-        """Return the name of the first generator whose state has changed; ``None`` if no state has."""
+        """Return the name of the first generator whose state has changed, or None if no state has."""
         return next((each.name for each in self._tracked if not _same(each.read(), each.state)), None)
 
     def restore(self) -> None:
@@ -138,7 +138,7 @@ def generators_in(root: Any) -> list[Any]:
     """Return the generators in attributes, containers and closures reachable from ``root``."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     found = (node for node in reachable(root) if issubclass(type(node), kinds))  # isinstance raises for a dead proxy
-    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]  # has no state
+    return [generator for generator in found if not isinstance(generator, random.SystemRandom)]  # it has no state
 
 
 def _portable(state: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Search for objects that an object can use: attributes, elements, closures, defaults and globals named in its code."""
+"""Search for objects that an object can use.
+
+The search follows attributes, elements, closures, defaults, and globals that the object's code names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_DEPTH = 8  # levels of attributes and elements; all submodules of a module are one level
+_DEPTH = 8  # levels of attributes and elements, where all submodules of a module are one level
 _NODES = 20_000  # objects in all, nearest first: a dataset's annotations may be millions of objects
 _WIDTH = 64  # elements per container: lists of transforms are short, lists of file names are long
 
@@ -23,7 +26,10 @@ _METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Yield ``root`` and the objects reachable from it, nearest first, but no numbers, strings, arrays or classes."""
+    """Yield ``root`` and the objects reachable from ``root``, nearest first.
+
+    Numbers, strings, arrays, Python modules and classes are left out.
+    """
     level, seen = [root], {id(root)}
     for _ in range(_DEPTH):
         yield from level
@@ -79,7 +85,7 @@ def _of_module(module: nn.Module) -> list[Any]:
 
 
 def _hooks_of(tensor: torch.Tensor | None) -> list[Any]:
-    """Return the gradient hooks of a leaf, through which optimizers step during the backward."""
+    """Return the gradient hooks of a leaf. Some optimizers step in such hooks, during the backward."""
     if tensor is None or not tensor.is_leaf:
         return []
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
@@ -91,14 +97,14 @@ def _methods_of(node: Any) -> list[Any]:
 
 
 def _beside(method: types.MethodType) -> list[Any]:
-    """Return the attributes of the class that defines ``method``: it may use them and call the other methods."""
+    """Return the attributes of the class that defines ``method``, because the method may use them."""
     name = method.__func__.__qualname__.rpartition(".")[0]
     owner = next((cls for cls in type(method.__self__).__mro__ if cls.__qualname__ == name), object)
     return [] if owner is object else list(vars(owner).values())
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """Return the objects that a function can use: its closure, defaults and attributes, and the globals it names."""
+    """Return a function's closure, defaults and attributes, and the globals that its code names."""
     bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]

@@ -1,4 +1,4 @@
-"""Bit-reproducible training: seeds, deterministic algorithms and library settings."""
+"""Seeds, deterministic algorithms and library settings for bit-reproducible training."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Source: cuBLAS documentation, "Results reproducibility".
 
 _Flags = tuple[bool, bool, bool, bool, bool]
 _holders: list[weakref.ref[DeterministicAlgorithms]] = []
-"""The objects that are enabled, the latest last. References are weak, so a run dropped without ``undo`` disappears."""
+"""Enabled objects, the latest last. References are weak, so a run that is dropped without ``undo`` disappears."""
 _in_force = 0  # number of `Reproducible` objects in force
 
 
 class DeterministicAlgorithms:
     """Process-wide switch for torch's deterministic algorithms and the settings that they need.
 
-    Several objects may be enabled at a time and disabled in any order. An object that is not the latest passes its
-    saved settings on to the next one, which restores them when it is disabled.
+    Several objects may be enabled at a time and disabled in any order. An object that is disabled before a later one
+    passes its saved settings to the next object. That object restores the settings when it is disabled.
 
     Args:
-        warn_only: whether an operator without a deterministic algorithm warns instead of raising.
+        warn_only: True if an operator without a deterministic algorithm warns instead of raising an error.
     """
 
     def __init__(self, *, warn_only: bool = False) -> None:
@@ -65,7 +65,7 @@ class DeterministicAlgorithms:
             warnings.warn(message, stacklevel=3)
 
     def disable(self) -> None:
-        """Restore every setting, or leave this to an object that was enabled later."""
+        """Restore every setting. If another object was enabled later, that object restores the settings."""
         on = [holder for reference in _holders if (holder := reference()) is not None]
         later = on[on.index(self) + 1 :]
         _holders[:] = [weakref.ref(holder) for holder in on if holder is not self]
@@ -92,16 +92,16 @@ def _flags() -> _Flags:
 
 def _set_flags(flags: _Flags) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags[:2]
-    torch.use_deterministic_algorithms(flags[2], warn_only=flags[3])  # TorchInductor's own mode goes with it
+    torch.use_deterministic_algorithms(flags[2], warn_only=flags[3])  # also sets TorchInductor's own mode
     torch.utils.deterministic.fill_uninitialized_memory = flags[4]  # type: ignore[attr-defined]
 
 
 def cublas_started_without() -> bool:
-    """Return whether torch reports that cuBLAS started without a deterministic workspace.
+    """Return True if torch reports that cuBLAS started without a deterministic workspace.
 
     torch reads the environment once, at the first product. Later releases allocate a workspace that needs no
-    environment variable (pytorch #161749). So only torch can tell, and it checks at every product: this function
-    multiplies two numbers.
+    environment variable (pytorch #161749). So only torch knows, and torch checks at every product. For this check, the
+    function multiplies two numbers.
     """
     if not torch.cuda.is_initialized():  # then cuBLAS has not started either
         return False
@@ -181,7 +181,7 @@ class Reproducible(AbstractContextManager["Reproducible"]):
 
 
 def is_reproducible() -> bool:
-    """Return whether :func:`reproducible` is in force."""
+    """Return True if :func:`reproducible` is in force."""
     return _in_force > 0
 
 
@@ -196,17 +196,17 @@ def reproducible(seed: int, *, warn_only: bool = False) -> Reproducible:
     The function seeds the global generators of Python, NumPy and torch (every device). It also makes torch and its
     libraries deterministic: ``torch.use_deterministic_algorithms``, filled uninitialized memory, deterministic cuDNN
     without benchmarks, and a fixed cuBLAS workspace per stream. A ``DataLoader`` draws the seeds of its workers and of
-    its shuffle from these generators, so two runs with the same number of workers are equal. For random augmentation
-    that is equal with any number of workers, see :func:`flatout.data.seed_samples`.
+    its shuffle from these generators, so two runs with the same number of workers are equal. With
+    :func:`flatout.data.seed_samples`, random augmentation is equal with any number of workers.
 
-    Generators that a program makes itself are not seeded. The order of sets of strings is not fixed either: it depends
-    on ``PYTHONHASHSEED``, which Python reads when it starts. While ``reproducible`` is in force, ``optimize`` chooses
+    Generators that a program makes itself are not seeded. The order of sets of strings is not fixed. It depends on
+    ``PYTHONHASHSEED``, which Python reads when it starts. While ``reproducible`` is in force, ``optimize`` chooses
     techniques as with ``deterministic=True``. ``optimize(deterministic=True, seed=...)`` does the same for one run and
     reports the cost in speed.
 
     Args:
         seed: an int in ``[0, 2**64)``. NumPy takes its lower 32 bits.
-        warn_only: whether an operator without a deterministic algorithm warns. By default its call raises.
+        warn_only: True if an operator without a deterministic algorithm warns. By default it raises an error.
 
     Returns:
         A context manager that is already in force. ``undo()`` also ends it.

@@ -1,4 +1,4 @@
-"""Copies of tensors, modules and containers that training changes in place. Restoring keeps objects and bits."""
+"""Copies of tensors, modules and containers that training changes in place. Restoring is bit-exact and in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.core.cleanup import run_all
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return a view of the elements in memory: expanded dimensions, whose entries share memory, shrink to size 1."""
+    """Return a view in which each element in memory occurs once. Expanded dimensions shrink to size 1."""
     if tensor.layout is not torch.strided:
         return tensor  # writing to a view of a sparse gradient or moment would not change the tensor
     view = tensor.detach()
@@ -28,16 +28,16 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 class SavedTensor:
-    """A tensor, its memory and a copy of its bits.
+    """Tensor with its memory and a copy of its bits.
 
     Args:
         tensor: any tensor. An uninitialized tensor has no bits.
-        on: the device for the copy; default: the tensor's device.
-        copied: whether to copy the bits now. ``copy_bits`` copies them later, before a write.
+        on: the device for the copy. None means the tensor's device.
+        copied: True to copy the bits now. Otherwise ``copy_bits`` copies them later, before a write.
 
     Attributes:
         tensor: the tensor itself.
-        bits: a copy of the elements; None until they are copied.
+        bits: a copy of the elements, or None until they are copied.
     """
 
     def __init__(self, tensor: Tensor, on: torch.device | None = None, *, copied: bool = True) -> None:
@@ -58,7 +58,7 @@ class SavedTensor:
             self.bits = bits.clone() if self._on is None else bits.to(self._on, copy=True)
 
     def has_changed(self) -> bool:
-        """Return whether ``restore`` would change the tensor. True also if the tensor cannot be compared."""
+        """Return True if ``restore`` would change the tensor, or if the tensor cannot be compared."""
         if self.bits is None or self._layout is None or _layout(self.tensor) != self._layout:
             return True
         return not torch.equal(owned(self.tensor), self.bits)
@@ -74,7 +74,7 @@ class SavedTensor:
             self.tensor.__class__ = self._kind
         elif self._layout is not None and _layout(self.tensor) != self._layout:
             storage, size = self._place.untyped_storage(), self._layout[1]
-            if storage.nbytes() < size:  # never shrinks: newer views may use the memory beyond the old size
+            if storage.nbytes() < size:  # do not shrink, because newer views may use memory beyond the old size
                 storage.resize_(size)
             self.tensor.data = self._place
         if self.bits is not None:
@@ -88,13 +88,13 @@ class SavedTensor:
             )
 
     def restore_version(self) -> None:
-        """Set the version counter back, so that autograd takes restored bits for bits that were never written to."""
+        """Set the version counter back, so that autograd accepts a tensor whose bits are restored."""
         if self._version is not None:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return storage, sizes, strides and dtype of a tensor; None if it has no storage (sparse, wrapper, lazy)."""
+    """Return storage, sizes, strides and dtype of a tensor, or None without a storage (sparse, wrapper, lazy)."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     try:
@@ -106,7 +106,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 class SavedGradient:
-    """The gradient of a leaf, with its bits, and the leaf's ``requires_grad``."""
+    """Gradient of a leaf with its bits, and the leaf's ``requires_grad``."""
 
     def __init__(self, tensor: Tensor, on: torch.device | None) -> None:
         self._tensor = tensor
@@ -118,7 +118,7 @@ class SavedGradient:
         if self._grad is not None:
             self._grad.restore()
         self._tensor.grad = None if self._grad is None else self._grad.tensor
-        if self._tensor.requires_grad != self._requires_grad:  # an inference tensor refuses even the same value
+        if self._tensor.requires_grad != self._requires_grad:  # an inference tensor rejects even the same value
             self._tensor.requires_grad = self._requires_grad
 
 
@@ -183,9 +183,9 @@ _NOT_LOOKED_INTO = (str, bytes, int, float, complex, type, types.FunctionType, t
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether an object has ``state_dict`` and ``load_state_dict``, as scalers and schedulers have.
+    """Return True if an object has ``state_dict`` and ``load_state_dict``, as scalers and schedulers have.
 
-    False for loaders and datasets: their position is not part of the saved state.
+    The result is False for loaders and datasets, because their position is not part of the saved state.
     """
     kind = type(value)
     has_state = callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
@@ -196,13 +196,13 @@ class Saved:
     """Collection of saved objects. An object that is added twice is saved once.
 
     Args:
-        on: the device for copies of tensors; default: the device of each tensor.
+        on: the device for copies of tensors. None means the device of each tensor.
     """
 
     def __init__(self, on: torch.device | None = None) -> None:
         self._on = on
         self._parts: list[Any] = []
-        self._seen: dict[int, Any] = {}  # by id; the reference prevents reuse of the id
+        self._seen: dict[int, Any] = {}  # by id. The reference prevents reuse of the id
         self._copied: set[Any] = set()  # storages
         self._uncopied: dict[int, list[SavedTensor]] = {}  # by storage
 
@@ -210,7 +210,7 @@ class Saved:
         return id(value) in self._seen
 
     def module(self, module: nn.Module) -> None:
-        """Add a module: parameters, buffers, gradients, modes, and the identity of its parameters and buffers."""
+        """Add a module's parameters, buffers, gradients and modes, and the identity of its parameters and buffers."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.tensor(tensor)
         self.slots(module)
@@ -243,7 +243,7 @@ class Saved:
             self._parts.append(SavedGradient(tensor, self._on))
 
     def restore_versions(self) -> None:
-        """Set the version counters of all tensors back, after ``restore``."""
+        """Set the version counters of all tensors back. Call this after ``restore``."""
         for part in self._parts:
             if isinstance(part, SavedTensor):
                 part.restore_version()
@@ -270,7 +270,7 @@ class Saved:
 
         Args:
             value: any object. Objects of other types are ignored.
-            with_objects: whether to add the attributes of objects of other types, too.
+            with_objects: True to add the attributes of objects of other types, too.
             copied: see ``tensor``.
         """
         if type(value) in weakref.ProxyTypes:  # a dead proxy raises at any access

@@ -21,7 +21,7 @@ from flatout.core.saved import Saved
 
 
 class Snapshot:
-    """A snapshot of a training job: ``Snapshot.capture(...)`` now, ``restore()`` any number of times.
+    """Snapshot of a training job, which ``Snapshot.capture(...)`` makes and ``restore()`` restores at any time.
 
     Restoring is bit-exact and in place. Parameters, buffers and optimizer state keep their objects and their memory, so
     views, tied weights and other references stay valid. A snapshot takes the memory of one copy of the model, its
@@ -50,12 +50,12 @@ class Snapshot:
             modules: the model and loss modules, whose parameters, buffers, gradients, train/eval modes and random
                 generators are captured.
             optimizer: the optimizer, whose parameters, state, hyper-parameters and attributes are captured, with the
-                tensors, containers and optimizers in these.
-            loader: the loader, whose random generators are captured, including those of its samplers and its dataset.
-            code: callables of the step, such as the loss. Captured are the random generators that they use, and the
-                modules, optimizers and tensors that they can reach.
-            also: other snapshots, restored together with this one: of the loader's position, for example.
-            on: the device for the copies; default: the device of each original.
+                tensors, containers and optimizers inside them.
+            loader: the loader, whose random generators are captured, with the generators of its samplers and dataset.
+            code: callables of the step, such as the loss. The snapshot has the random generators that they use, and
+                the modules, optimizers and tensors that they can reach.
+            also: other objects that are restored together with this one, for example the loader's position.
+            on: the device for the copies. None means the device of each original.
         """
         modules = list(modules)
         saved = Saved(on)
@@ -83,7 +83,7 @@ class Snapshot:
         self._saved.restore_versions()
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Forbid steps, inside the block, of optimizers that this state does not hold.
+        """Forbid steps of optimizers that this snapshot does not have, inside the block.
 
         Raises:
             RuntimeError: such an optimizer is about to step.
@@ -91,7 +91,7 @@ class Snapshot:
         return self._guard.on()
 
     def check(self) -> None:
-        """Raise the error of a guarded step again, because a trial counts it as a failure of its candidate."""
+        """Raise the error of a guarded step again. A trial has caught it as a failure of its candidate."""
         if self._guard.error is not None:
             raise self._guard.error
 

@@ -1,4 +1,4 @@
-"""Hash of the source code of functions and classes. Nothing of the code runs."""
+"""Hash of the source code of functions and classes. The code does not run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _LIBRARIES = ("torch", "flatout", "builtins", "typing", "abc")
-"""Packages whose code depends on versions that are known, or on nothing."""
+"""Packages whose code is not hashed, because their versions identify the code."""
 
 
 def hash_of_source(code: Iterable[Any]) -> str:
     """Return a hash of the functions in ``code``, and of the methods of its classes and their bases.
 
-    Code of torch and flatout is left out. A function whose source cannot be read counts with its name only.
+    Code of torch and flatout is left out. For a function whose source cannot be read, only the name is hashed.
 
     Args:
-        code: functions, methods, partial functions, classes, or objects that stand for their classes.
+        code: functions, methods, partial functions, classes, or other objects. Such an object counts as its class.
     """
     functions = {function for part in code for function in _functions_of(part)}
     texts = sorted(f"{function.__module__}.{function.__qualname__}\n{_source_of(function)}" for function in functions)
@@ -66,7 +66,7 @@ def _functions_of(part: Any) -> Iterator[types.FunctionType]:
 
 
 def _unwrapped(attribute: Any) -> Any:
-    """Return the function of an attribute of a class that wraps one."""
+    """Return the function that a property, class method or static method wraps. Return other attributes unchanged."""
     if isinstance(attribute, property):
         return attribute.fget
     return attribute.__func__ if isinstance(attribute, (classmethod, staticmethod)) else attribute

@@ -1,4 +1,4 @@
-"""flatout's hook before every optimizer step, which the fast update can tell from a user's hook."""
+"""Hooks and wrappers around the step of an optimizer, with a distinction between flatout's hooks and the user's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 _OPTIMIZERS = sys.modules[register_optimizer_step_pre_hook.__module__]  # torch.optim hides it
 _OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
 _checks: list[Callable[[torch.optim.Optimizer], None]] = []
 
 
 @contextlib.contextmanager
 def before_steps(check: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Call ``check`` before each optimizer step inside the block. ``check`` may raise, but must not change anything."""
+    """Call ``check`` before each optimizer step inside the block. ``check`` may raise, but must change nothing."""
     handle = register_optimizer_step_pre_hook(_call_checks)
     _checks.append(check)
     try:
@@ -31,10 +33,10 @@ def before_steps(check: Callable[[torch.optim.Optimizer], None]) -> Iterator[Non
 
 @contextlib.contextmanager
 def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Let steps inside the block call no hooks of the user, which may keep averages of weights or step schedules.
+    """Disable the user's step hooks inside the block. Such hooks may update averages of weights or schedules.
 
     Args:
-        optimizer: the optimizer that steps, whose own hooks are set aside, too.
+        optimizer: the optimizer that steps. Its own hooks are disabled, too.
     """
     own: list[dict[Any, Any]] = []
     if optimizer is not None:
@@ -44,7 +46,7 @@ def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[Non
     try:
         for hooks in own:
             hooks.clear()
-        for name in of_all:  # torch may be iterating the present one
+        for name in of_all:  # replaced, not cleared, because torch may be iterating over the present dict
             setattr(_OPTIMIZERS, name, OrderedDict())
         yield
     finally:
@@ -56,8 +58,24 @@ def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[Non
 
 
 def has_users_pre_hooks() -> bool:
-    """Return whether a user's global step pre-hook is registered, which may change parameters or gradients."""
+    """Return True if the user has registered a global step pre-hook, which may change parameters or gradients."""
     return any(hook is not _call_checks for hook in _global_optimizer_pre_hooks.values())
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``cls.step`` without the profiling and hook wrapper that torch puts around it once per class."""
+    step: Any = cls.step
+    while getattr(step, "__code__", None) is _HOOKED:  # no attribute marks it, because functools.wraps copies them
+        step = step.__wrapped__
+    return step
+
+
+def is_patched(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``step`` was replaced on the instance by anything but an LR scheduler's wrapper."""
+    step = optimizer.__dict__.get("step")
+    if step is None:
+        return False
+    return not hasattr(step, "_wrapped_by_lr_sched") or step.__wrapped__ is not type(optimizer).step
 
 
 def _call_checks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

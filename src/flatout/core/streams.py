@@ -21,5 +21,5 @@ def share_with(stream: torch.cuda.Stream, batch: Any) -> None:
     """
     for tensor in tensors_within(batch):
         if tensor.is_cuda:
-            with contextlib.suppress(NotImplementedError):  # of sparse and quantized tensors
+            with contextlib.suppress(NotImplementedError):  # raised by sparse and quantized tensors
                 tensor.record_stream(stream)

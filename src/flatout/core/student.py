@@ -23,7 +23,7 @@ T_QUANTILES = (
     2.101,
     2.093,
 )
-"""0.975 quantiles of Student's t distribution with 1 to 19 degrees of freedom. More degrees take the last one."""
+"""0.975 quantiles of Student's t distribution with 1 to 19 degrees of freedom. More degrees use the last quantile."""
 
 
 def t_quantile(freedom: float) -> float:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def after(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Call a function on another thread if the block has not ended after some seconds."""
+    """Call a function on another thread if the block has not ended after ``seconds``."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()

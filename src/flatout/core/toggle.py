@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 
 class Toggle(ABC):
-    """Change to the user's objects that can be turned on and off, again and again.
+    """Change to the user's objects that can be turned on and off, any number of times.
 
-    A toggle must not keep the model alive, because it may outlive the ``Run``.
+    A toggle must not keep the model alive, because the toggle may live longer than the ``Run``.
 
     Attributes:
         label: name in the report.
@@ -18,13 +18,13 @@ class Toggle(ABC):
     _is_on = False
 
     def enable(self) -> None:
-        """Turn the change on; does nothing if it is on."""
+        """Turn the change on. Do nothing if the change is on already."""
         if not self._is_on:
             self._turn_on()
             self._is_on = True
 
     def disable(self) -> None:
-        """Turn the change off, exactly; does nothing if it is off."""
+        """Turn the change off, so that the objects are exactly as before. Do nothing if the change is off already."""
         if self._is_on:
             self._turn_off()
             self._is_on = False

@@ -1,4 +1,4 @@
-"""The data path: loaders that keep a training loop fed."""
+"""Data loaders: prefetching, batches in memory, seeds of samples, and tuning of worker processes."""
 
 from flatout.core.batches import (
     batch_size_of,

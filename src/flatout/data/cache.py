@@ -1,4 +1,4 @@
-"""Samples that are slow to make, made once: ``CachedDataset`` for any loader, ``cache_in_memory`` for whole batches."""
+"""Cache of samples that are slow to decode: ``CachedDataset`` for samples, ``cache_in_memory`` for whole batches."""
 
 from __future__ import annotations
 
@@ -21,42 +21,44 @@ from flatout.data.prefetcher import Prefetcher
 from flatout.data.samples import NotCacheable, SampleLayout, taken_apart
 from flatout.data.table import Table
 
-_CHUNK = 32  # samples decoded at a time, at most, where all of them are
-_CHUNKS = 8  # for each worker, or the last one to end would keep all others waiting
+_CHUNK = 32  # samples that `fill` decodes at a time, at most
+_CHUNKS = 8  # for each worker, at least; with larger chunks, workers would wait longer for the last one
 _SECOND_LOOK = 16  # samples evaluated twice
 
 
 class CachedDataset(Forwarding, Dataset):
-    """A deterministic map-style dataset whose samples are decoded once, by whichever process first asks for them.
+    """Deterministic map-style dataset whose samples are decoded once, by the first process that requests them.
 
-    They are kept in columns of contiguous memory that all processes share: those forked later and those that
-    ``multiprocessing`` starts by any method, workers of a ``DataLoader`` and the next epoch's, ranks of a job. No
-    reader writes to it, so it stays one copy; it is taken as samples are written and freed with the last user. Any
-    other pickle, and a deep copy, begins with no sample decoded. A process that dies while it writes a sample costs
-    this one sample its place.
+    Samples are stored in columns of contiguous memory. All processes that are forked later share this memory, and so do
+    processes that ``multiprocessing`` starts by any method. Examples are the workers of a ``DataLoader`` in all epochs,
+    and the ranks of a job. Readers do not write to the memory, so there is only one copy. A sample takes memory when it
+    is written. The last user frees the memory. Any other pickle, and a deep copy, begins without decoded samples. If a
+    process dies while it writes a sample, this sample is never cached.
 
-    A sample equals ``dataset[index]`` in containers, types and values, and is a new copy (``np.memmap`` becomes
-    ``np.ndarray``). Indices that are not integers in ``[0, len)``, and errors, are left to ``dataset``. Reading or
-    setting a public attribute reaches ``dataset``. A later change of ``dataset``, such as another transform, does not
-    change samples that are already decoded.
+    A sample equals ``dataset[index]`` in containers, types and values, and is a new copy. An ``np.memmap`` becomes an
+    ``np.ndarray``. Indices that are not integers in ``[0, len)`` are passed to ``dataset``, and errors of ``dataset``
+    are raised unchanged. Reading or setting a public attribute reaches ``dataset``. A later change of ``dataset``, such
+    as another transform, does not change samples that are already decoded.
 
-    Random samples must not be frozen. A dataset is refused when evaluating it moves a global generator of torch,
-    ``random`` or NumPy, or a generator found in its attributes, or when a second evaluation of 16 samples spread over
-    it gives other bits; randomness that hides from all of these is not noticed. Should a sample later move a generator
-    (other threads must not draw at that moment), or be of another make than the first, then a warning says so once
-    and every process has its samples from ``dataset`` from there on, the random numbers of that one included.
+    Caching would freeze random augmentation, so random datasets are refused. A dataset counts as random if evaluating
+    samples moves a global generator of torch, ``random`` or NumPy, or a generator in its attributes. It also counts as
+    random if a second evaluation of 16 samples, spread over the dataset, gives other bits. Other randomness is not
+    detected.
+
+    A sample may later move a generator, or have another layout than the first sample. Then the dataset warns once, and
+    all processes take this sample and later ones from ``dataset``. Their random numbers are those of an uncached
+    dataset. Other threads must not draw random numbers while a sample is evaluated.
 
     Args:
-        dataset: map-style; samples are tensors, arrays and numbers of unvarying shape in dicts, lists, (named) tuples.
-        byte_budget: bytes that all samples together may take; default: a quarter of the memory that is available.
-        force: do not look for randomness: what was drawn for a sample at first is what it stays. Augmentation is
-            frozen.
+        dataset: map-style. Samples are tensors, arrays and numbers of constant shape in dicts, lists, (named) tuples.
+        byte_budget: largest number of bytes of all samples together. Default: a quarter of the available memory.
+        force: skip the checks for randomness. The first evaluation of a sample is kept, so augmentation is frozen.
 
     Attributes:
         dataset: the wrapped dataset.
 
     Raises:
-        NotCacheable: the message says why. Generators are as before, here as on success.
+        NotCacheable: the dataset cannot be cached. The message says why. Generators are restored, as on success.
     """
 
     _OWN = frozenset({"dataset"})
@@ -72,7 +74,7 @@ class CachedDataset(Forwarding, Dataset):
         with RandomState.of(self._generators).restored():
             before = self._random_state()
             (sample,) = _samples(dataset, [0])
-            _refuse_moved(before, [0])  # at once: most random datasets are random from the first sample on
+            _refuse_moved(before, [0])  # early, as most random datasets draw for the first sample
             layout, values = _taken_apart(0, sample)
             self._table = _table(layout, len(dataset), budget)
             self._table.put(0, values)
@@ -98,7 +100,7 @@ class CachedDataset(Forwarding, Dataset):
         return self._table.take(row) if self._table.has(row) else sample
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """Samples of many indices; those not decoded yet are asked for together where ``dataset`` can do that."""
+        """Return the samples of many indices. ``dataset.__getitems__``, if it exists, decodes all missing samples."""
         batched = getattr(self.dataset, "__getitems__", None)
         if not batched:
             return [self[index] for index in indices]
@@ -115,7 +117,7 @@ class CachedDataset(Forwarding, Dataset):
             except NotCacheable as reason:
                 self._give_up(reason)
                 if before is not None:
-                    before.restore()  # once more, with the numbers that the whole batch would have drawn
+                    before.restore()  # so that the call below draws the numbers of an uncached batch
                 return batched(indices)
             made = dict(zip(missing, samples, strict=True))
         return [self._table.take(row) if self._table.has(row) else made[row] for row in rows]
@@ -125,22 +127,23 @@ class CachedDataset(Forwarding, Dataset):
         return self.dataset
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_generators": None}  # found anew in the copy
+        return vars(self) | {"_generators": None}  # searched again in the copy
 
     @property
     def given_up(self) -> str | None:
-        """Why samples are not cached any more; ``None`` while they are. The same in all processes."""
+        """Reason why samples are no longer cached, the same in all processes; ``None`` while they are cached."""
         return self._table.note
 
     def fill(self, *, num_workers: int = 0, multiprocessing_context: Any = None) -> None:
-        """Decode all samples now that have not been.
+        """Decode all samples that are missing.
 
         Args:
-            num_workers: processes to decode in; 0: here, in order.
-            multiprocessing_context: how to start them, as in ``DataLoader``.
+            num_workers: number of processes that decode; 0: decode on the calling thread, in order.
+            multiprocessing_context: start method of the processes, as in ``DataLoader``.
 
         Raises:
-            NotCacheable: a sample raised an exception, moved a generator, or is of another make than the first.
+            NotCacheable: a sample raised an exception, moved a generator, or has another layout than the first. Or
+                samples are no longer cached (see ``given_up``).
             WorkerError: a worker process died.
         """
         if self.given_up is not None:
@@ -171,7 +174,7 @@ class CachedDataset(Forwarding, Dataset):
             decoded.close()
 
     def _row(self, index: Any) -> int | None:
-        """The row that ``index`` means beyond doubt."""
+        """Return the row of an index; ``None`` unless the index is an integer in ``[0, len)``."""
         if isinstance(index, Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
             index = index.item()
         if (type(index) is int or isinstance(index, np.integer)) and 0 <= index < self._table.rows:
@@ -179,7 +182,7 @@ class CachedDataset(Forwarding, Dataset):
         return None
 
     def _random_state(self) -> RandomState | None:
-        """Of what may not move while a sample is made."""
+        """Return the states of the generators that must not move while a sample is made; ``None`` if forced."""
         if self._force:
             return None
         if self._generators is None:
@@ -193,7 +196,7 @@ class CachedDataset(Forwarding, Dataset):
         self._keep(before, rows, list(map(cloned, _samples(self.dataset, rows))))  # the dataset may reuse its memory
 
     def _keep(self, before: RandomState | None, rows: Sequence[int], samples: Any) -> None:
-        """Write ``samples``, evaluated since ``before``, into their rows."""
+        """Write samples to their rows, unless a generator has moved since ``before``."""
         _refuse_moved(before, rows)
         _check_count(samples, len(rows))
         for row, sample in zip(rows, samples, strict=True):
@@ -219,7 +222,7 @@ class CachedDataset(Forwarding, Dataset):
 
 
 class _Decoding(Dataset):
-    """Decodes the samples of a chunk of indices where it is asked for them, and has nothing to hand back."""
+    """Dataset whose items are ``None``. Fetching an item decodes a chunk of samples into the cache."""
 
     def __init__(self, cached: CachedDataset) -> None:
         self._cached = cached
@@ -236,25 +239,26 @@ def cache_in_memory(
     depth: int = 2,
     threads: int | None = None,
 ) -> InMemoryLoader:
-    """Decode every sample of a deterministic map-style dataset once, and serve batches from memory.
+    """Decode every sample of a deterministic map-style dataset once, and gather batches from memory.
 
-    The batches equal those of ``loader`` with ``num_workers=0``, in its order: what default collate makes of
-    the samples (ints to int64, floats to float64, tuples to lists, NumPy arrays to tensors). Samples are decoded as
-    by :meth:`CachedDataset.fill`: in worker processes where ``loader`` has some, else on the calling thread; each
-    sample once, but for 16 that are evaluated twice.
+    Batches equal those of ``loader`` with ``num_workers=0``, in the same order. They have the types of default collate:
+    ints become int64, floats float64, tuples lists, and NumPy arrays tensors. :meth:`CachedDataset.fill` decodes the
+    samples, in worker processes if ``loader`` has some, else on the calling thread. Each sample is decoded once, except
+    for 16 samples that are evaluated twice.
 
     Args:
-        loader: default collate, any map-style dataset; one over a :class:`CachedDataset` shares its memory.
-        byte_budget: as in :class:`CachedDataset`, and so is what is refused.
-        force: as in :class:`CachedDataset`: augmentation is frozen.
+        loader: a loader with default collate, over any map-style dataset. If this is a :class:`CachedDataset`, batches
+            are gathered from its memory.
+        byte_budget: as in :class:`CachedDataset`, which also defines the datasets that are refused.
+        force: as in :class:`CachedDataset`. Augmentation is frozen.
         depth: batches gathered ahead.
         threads: gathering threads, as in :class:`InMemoryLoader`.
 
     Returns:
-        A loader that does not touch the dataset any more.
+        A loader that does not read the dataset again.
 
     Raises:
-        NotCacheable: the message says why. Generators are as before, here as on success.
+        NotCacheable: the samples cannot be cached. The message says why. Generators are restored, as on success.
         WorkerError: a worker process died.
     """
     reason = why_not_collated(loader) or _why_not_dataset(loader.dataset) or why_not_ordered(loader)
@@ -274,7 +278,7 @@ def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads:
     if lost is not None:
         raise NotCacheable(f"dataset[{lost}] is being written, or was when its process ended")
     try:
-        batch = default_collate([table.take(0)])  # in the containers that batches have
+        batch = default_collate([table.take(0)])  # has the containers of all batches
     except (TypeError, RuntimeError, ValueError) as error:
         raise NotCacheable(f"dataset[0] cannot be collated: {error}") from error
     skeleton = map_tensors(lambda _: torch.empty(0), batch)
@@ -328,12 +332,12 @@ def _check_count(samples: Any, count: int) -> None:
 
 
 def _samples(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
-    """``dataset[i]`` for each index, fetched the way DataLoader does."""
+    """Yield ``dataset[i]`` for each index, fetched as by ``DataLoader``."""
     batched = getattr(dataset, "__getitems__", None)
     for asked in [list(indices)] if batched else [[index] for index in indices]:
         try:
             samples = batched(asked) if batched else [dataset[index] for index in asked]
-        except Exception as error:  # the user's own code: it will raise again where the user looks for it
+        except Exception as error:  # the user's own code, which raises again in the training
             raise NotCacheable(f"{_named(asked)} raised {type(error).__name__}: {error}") from error
         _check_count(samples, len(asked))
         yield from samples

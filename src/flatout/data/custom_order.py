@@ -1,4 +1,4 @@
-"""The order of a sampler that is not torch's own: its batches as it gives them, and how to come back to one."""
+"""Order of a sampler that is not torch's own: its batches as drawn, and how to resume at one of them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from flatout.data.order import IndexSpan, OpaqueBatch, Position, as_indices, is_
 
 
 class Asked:
-    """Batches of any sampler: asked when the user asks, never ahead.
+    """Order of any sampler. A batch is drawn when the user requests the batch, never ahead of time.
 
-    A sampler, or an iterator of it, that has ``state_dict`` and ``load_state_dict`` says itself where it is. Any other
-    goes on by drawing the epoch again, with its generators and the global ones as they were when it began.
+    A sampler, or its iterator, that has ``state_dict`` and ``load_state_dict`` saves its own position. To resume, any
+    other sampler draws the epoch again. Its generators and the global ones then have their states from the beginning
+    of the epoch.
 
     Args:
-        batch_sampler: gives batches of indices.
-        samples: in the dataset; ``None``: all batches are :class:`OpaqueBatch`.
-        start: to go on from.
-        held: the generators that the sampler holds.
-        reads_ahead: batches are drawn before those in front of them were handed out.
-        draws: the random numbers that the sampler draws.
+        batch_sampler: yields batches of indices.
+        samples: number of samples in the dataset. With ``None`` all batches are :class:`OpaqueBatch`.
+        start: position to resume from; ``None``: the beginning of a new epoch.
+        held: generators that the sampler holds.
+        reads_ahead: True if a batch may be drawn before earlier ones are yielded.
+        draws: random numbers that the sampler draws.
 
     Raises:
-        ValueError: drawn again, the batches before ``start`` are others; or another kind of order has saved it.
+        ValueError: the sampler now draws other batches before ``start``, or another kind of order has saved ``start``.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Asked:
         self._last: Any = None
         self._was_last = False
         self._is_exhausted = False
-        self._loaded: Position | None = None  # where nothing was given since
-        self._again: deque[Any] = deque()  # drawn when the state was saved, and not handed out then
-        # Generators when the epoch began, and before its first batch: what it takes to draw it again.
+        self._loaded: Position | None = None  # position that was loaded; None after the next batch
+        self._again: deque[Any] = deque()  # batches that were drawn, but not yielded, before saving
+        # States of the generators at the beginning of the epoch and before its first batch, to draw the epoch again.
         self._states: list[Any] = []
         self._batches: Any = None
         if start is None:
@@ -66,7 +67,6 @@ class Asked:
             raise ValueError("the state was saved where torch's own sampler was replayed")
 
     def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
-        """As in :class:`Order`."""
         if not asked:
             return None
         if self._again:
@@ -82,7 +82,7 @@ class Asked:
                 return None
         self._taken += 1
         self._loaded = None
-        self._last = list(batch) if isinstance(batch, list) else batch  # some samplers use a list again
+        self._last = list(batch) if isinstance(batch, list) else batch  # some samplers reuse a list
         self._was_last = self._is_short(batch)
         found = None
         if self._samples is not None and type(batch) in (list, tuple) and batch:
@@ -91,7 +91,6 @@ class Asked:
         return OpaqueBatch(batch, end) if found is None else IndexSpan(found, 0, len(found), 1, end)
 
     def position(self) -> Position:
-        """As in :class:`Order`."""
         if self._loaded is not None:
             return self._loaded
         position: Position = {"taken": self._taken}
@@ -100,11 +99,9 @@ class Asked:
         return position | {"generators": self._states, "last": self._last}
 
     def has_drawn_since(self, position: Position) -> bool:
-        """As in :class:`Order`."""
         return self._taken > position["taken"] or self._is_exhausted
 
     def completed(self, position: Position) -> Position:
-        """As in :class:`Order`."""
         if "generators" not in position or "drawn" in position:
             return position
         states = [state.states() if isinstance(state, RandomState) else state for state in position["generators"]]
@@ -120,11 +117,11 @@ class Asked:
         return self._again[-1] if self._again else self._last
 
     def _is_short(self, batch: Any) -> bool:
-        """A batch sampler that gives less than a batch has asked its sampler for more, in vain."""
+        """Return True if a batch is shorter than the others, so that the sampler has no more indices."""
         return type(self._batch_sampler) is BatchSampler and len(batch) < self._batch_sampler.batch_size
 
     def _stateful(self) -> Any:
-        """What of the sampler can say where it is and go on from there."""
+        """Return the part of the sampler that can save and restore its position; None if no part can."""
         parts = (self._batch_sampler, getattr(self._batch_sampler, "sampler", None), self._batches)
         return next((part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")), None)
 
@@ -145,7 +142,7 @@ class Asked:
         with self._draws.drawing_again():
             RandomState.of(self._held).write(self._states[0])
             self._batches = iter(self._batch_sampler)
-            # A sampler with a state of its own has handed nothing out yet: it begins anew.
+            # A stateful sampler saves generators only before its first batch. So it starts at the beginning.
             drawn = 0 if self._stateful() is not None else start["drawn"]
             if drawn:
                 RandomState.of(self._held).write(self._states[1])
@@ -164,7 +161,7 @@ class Asked:
 
 
 def _plain(batch: Any) -> list[int] | None:
-    """The indices of a batch, where they are numbers."""
+    """Return the indices of a batch if all are ints, else None."""
     if isinstance(batch, (list, tuple)) and all(map(is_int, batch)):
         return [int(index) for index in batch]
     return None

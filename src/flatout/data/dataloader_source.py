@@ -1,4 +1,4 @@
-"""Source over torch's ``DataLoader``, and the kind for iterable datasets."""
+"""Base class of sources over torch's ``DataLoader``, and the source for iterable datasets."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class IterableSource(DataLoaderSource):
         super().__init__(loader)
         self._stateful: Any = loader.dataset
         self.is_under_way = False
-        """An epoch has begun and not ended."""
+        """True if an epoch has begun and not ended."""
         self.was_last = False
-        """The last yielded batch was the epoch's last."""
+        """True if the last yielded batch was the last one of the epoch."""
         self.goes_on = False
         """True from ``load_state_dict`` until the resumed epoch yields a batch."""
 
@@ -103,7 +103,7 @@ class IterableEpoch(Epoch):
         self._source = source
 
     def _passed(self) -> None:
-        # After a batch that is smaller than the others, the fetcher knows that the dataset has ended.
+        # After a batch that is smaller than the others, `ended` of the fetcher is True.
         fetcher = getattr(self._batches, "_dataset_fetcher", None)
         self._source.was_last, self._source.goes_on = getattr(fetcher, "ended", False), False
 

@@ -1,4 +1,4 @@
-"""Random numbers that a sampler draws from the global generators: in one process, and equal on all ranks."""
+"""Random numbers that a sampler draws from the global generators, in one process or equal on all ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Draws:
 class SharedDraws(Draws):
     """Draws of a sampler in one epoch, equal on all ranks.
 
-    The epoch begins with the states of rank 0's generators. During the epoch, the sampler's draws use copies of the
-    global generators. So the models of the ranks may draw any number of random numbers. After each draw, the global
-    generators have the states that the training left. On rank 0, a generator that only the sampler uses keeps the state
-    after the draw, as in one process.
+    The epoch begins with the states of rank 0's generators. During the epoch, the sampler draws from separate states of
+    the global generators. So the models of the ranks may draw any number of random numbers. After each draw, the global
+    generators get back the states that the training left. On rank 0, a generator that only the sampler uses keeps the
+    state after the draw, as in one process.
 
-    Construction is a collective. A draw takes about 0.15 ms more than in one process.
+    Construction is a collective. A draw takes a broadcast longer than in one process.
 
     Args:
         ranks: all ranks.
@@ -46,7 +46,7 @@ class SharedDraws(Draws):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context for the sampler's draws. It may be entered again inside."""
+        """Return a context for the sampler's draws. The context may be entered again inside the block."""
         if self._is_drawing:
             yield
             return

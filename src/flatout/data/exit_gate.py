@@ -1,8 +1,8 @@
-"""Iteration in daemon threads, which must not be inside an operator of torch when the interpreter ends.
+"""Iteration in daemon threads, which must not be inside an operator of torch when the interpreter shuts down.
 
-Python before 3.14 ends a daemon thread where it asks for the GIL after the interpreter has begun to end. Inside an
-operator of torch this unwinds through a C++ destructor and aborts the process. The gate covers ``next`` of flatout's
-loaders. What the thread does with a batch is not covered: torch asks for the GIL when it frees a tensor, too.
+During a shutdown, Python before 3.14 ends a daemon thread as soon as the thread requests the GIL. Inside an operator of
+torch, this unwinds through a C++ destructor and aborts the process. The gate covers ``next`` of flatout's loaders. Work
+of the thread on a batch is not covered. torch requests the GIL when it frees a tensor, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 PATIENCE = 2.0
-"""Seconds that the interpreter's end waits for daemon threads to finish the batch that they are fetching."""
+"""Seconds that the shutdown of the interpreter waits for daemon threads to finish fetching a batch."""
 
 
 class _Gate:
-    """Context in which daemon threads fetch batches. Once it is closed, a thread that enters waits for ever."""
+    """Context in which daemon threads fetch batches. Once the gate is closed, a thread that enters waits forever."""
 
     def __init__(self) -> None:
         self.reset()
@@ -71,7 +71,7 @@ class _Gated:
                 batch = next(self._iterator, self)
                 if batch is not self:
                     return batch
-                self._iterator = None  # it holds tensors, so it is freed inside the gate
+                self._iterator = None  # the iterator holds tensors, so it is freed inside the gate
         raise StopIteration
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class _Gated:
 
 
 def opened(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Return ``iterate()``, and in a daemon thread an iterator that the interpreter's end does not interrupt.
+    """Return ``iterate()``. A daemon thread gets an iterator that the shutdown of the interpreter does not interrupt.
 
     Args:
         iterate: makes an iterator that has a ``close`` method.

@@ -42,7 +42,10 @@ class Forwarding:
 
 
 class CopiedAsWrapped(Forwarding):
-    """Base class of wrappers that belong to one training in one process. A copy or pickle is the wrapped object's."""
+    """Base class of wrappers that belong to one training in one process.
+
+    A copy or pickle of the wrapper is a copy or pickle of the wrapped object.
+    """
 
     def __copy__(self) -> Any:
         return copy.copy(self._wrapped)

@@ -1,4 +1,4 @@
-"""Batches from rows of tensors: gathered by native threads on the host, or by the device that holds them."""
+"""Batches from rows of tensors, gathered by native threads on the host or by the device that holds the rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
 
 
 def why_not_column(tensor: Tensor) -> str | None:
-    """Why batches cannot be gathered from rows of ``tensor``; ``None`` if they can."""
+    """Return why batches cannot be gathered from rows of ``tensor``; ``None`` if they can."""
     if type(tensor) is not Tensor:
         return f"{type(tensor).__name__}, not a plain tensor"
     if tensor.device.type != "cpu":
@@ -56,25 +56,41 @@ class Gather(Protocol):
     """Makes the batches of one epoch."""
 
     def start(self, indices: Tensor | None, first: int, count: int, batches: int, ahead: int) -> Any:
-        """Begin with the first ``ahead`` of so many batches of ``count`` rows each.
+        """Begin a series of batches of consecutive indices, and gather the first ones.
 
-        They are rows ``indices``, int64 ``[batches * count]``, contiguous; ``first, first + 1, ...`` if ``None``.
+        Args:
+            indices: rows of all batches, int64 ``[batches * count]``, contiguous. ``None``: ``first, first + 1, ...``.
+            first: first row, if ``indices`` is ``None``.
+            count: rows of each batch.
+            batches: number of batches.
+            ahead: number of batches to gather now.
+
+        Returns:
+            A handle of the series for :meth:`take`.
         """
 
     def take(self, started: Any, ahead: int) -> list[Tensor]:
-        """The next batch, of each column ``[count, ...]``, in fresh memory; ``ahead`` more are under way then."""
+        """Return the next batch, and gather ``ahead`` batches after it.
+
+        Args:
+            started: the result of :meth:`start`.
+            ahead: number of batches to gather ahead.
+
+        Returns:
+            A tensor ``[count, ...]`` for each column, in memory that no other batch uses.
+        """
 
     def close(self) -> None:
-        """End its threads; what was started is dropped."""
+        """End the threads, and drop all batches that were started."""
 
 
 class HostGather:
-    """Gathers on native threads, and on the one that waits, into memory of the host that is used again.
+    """Gathers on native threads, and on the thread that waits, into reused memory of the host.
 
     Args:
-        columns: of each column the tensors that it is made of, one behind the other.
-        ring: gives the memory.
-        threads: gathering threads.
+        columns: the tensors whose concatenation is the column, for each column.
+        ring: provides the memory.
+        threads: number of gathering threads.
     """
 
     def __init__(self, columns: Sequence[tuple[Tensor, ...]], ring: Any, threads: int) -> None:
@@ -104,7 +120,7 @@ class HostGather:
 
 
 class DeviceGather:
-    """Gathers on the device that holds the columns, on the stream that is current.
+    """Gathers on the device that holds the columns, on the current stream.
 
     Args:
         columns: tensors ``[N, ...]``, contiguous.
@@ -126,7 +142,7 @@ class DeviceGather:
             stop = first + count * batches
             return ((slice(begin, begin + count), current) for begin in range(first, stop, count))
         if current is not None:
-            indices = indices.pin_memory()  # from other memory the copy would wait for the stream
+            indices = indices.pin_memory()  # a copy from pageable memory waits for the stream
         rows = indices.to(self._words[0].device, non_blocking=True).split(count)
         return zip(rows, itertools.repeat(current))
 
@@ -150,7 +166,7 @@ class DeviceGather:
 
 
 def _words(column: Tensor) -> Tensor:
-    """``[N, k]`` of the widest integers that rows are made of: the fewer, the faster, and any dtype will do."""
+    """Return a view ``[N, k]`` as the widest integers that divide a row, because fewer elements are faster to copy."""
     rows = column.reshape(column.size(0), column.shape[1:].numel())
     row_bytes = rows.size(1) * rows.element_size()
     for word in (torch.int64, torch.int32, torch.int16):

@@ -96,10 +96,10 @@ def why_not_collated(loader: Any) -> str | None:
 class InMemoryLoader(Forwarding):
     """Loader that gathers the batches of ``loader`` from memory with native threads, ``depth`` batches ahead.
 
-    Equals iterating ``loader`` with ``num_workers=0``: same batches, order, dtypes and containers, and the same state
-    of every generator after every batch, even after an early break. Batches are new memory, valid for as long as they
-    are held. A change of the dataset's tensors during an epoch appears ``depth`` batches later. ``Subset.indices`` are
-    read once, by the constructor. Reading or setting any other public attribute reaches ``loader``.
+    Batches, their order, dtypes and containers equal those of ``loader`` with ``num_workers=0``. Every generator has
+    the same state after every batch, even after an early break. A batch stays valid for as long as the batch is held. A
+    change of the dataset's tensors during an epoch appears ``depth`` batches later. The constructor reads
+    ``Subset.indices`` once. Reading or setting any other public attribute reaches ``loader``.
 
     Args:
         loader: a ``DataLoader`` over a ``TensorDataset``, or over subsets (``random_split``) and concatenations of
@@ -107,14 +107,14 @@ class InMemoryLoader(Forwarding):
         depth: batches gathered ahead, >= 1. A user's own sampler is called only when a batch is requested, because its
             random draws are unknown. The same holds for torch's samplers where the next indices would advance a
             generator of the user's.
-        threads: gathering threads besides the thread that waits for a batch. Default: one per two usable
-            cores, at most four.
+        threads: gathering threads besides the thread that waits for a batch. Default: one per two usable cores, at most
+            four.
         device: copy the data to this device once and gather there, so that batches are on the device. Later changes of
             the dataset's tensors have no effect. Default: the data stays where it is.
 
     Raises:
-        ValueError: ``loader`` is none of these. The message says why (see :func:`why_not_in_memory`). Or the data
-            takes more than half of the free memory on ``device``.
+        ValueError: ``loader`` is not such a loader. The message says why (see :func:`why_not_in_memory`). Or the data
+            takes more than half of the free memory on ``device``. Or ``depth`` is less than 1.
     """
 
     _OWN = frozenset({"loader", "progress", "depth", "threads", "device"})

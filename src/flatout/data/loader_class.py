@@ -26,7 +26,7 @@ def overridden(kind: type) -> list[str]:
 
 
 def is_plain(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Return True for a ``DataLoader`` whose class overrides none of these members. Every technique may replace it."""
+    """Return True for a ``DataLoader`` without :func:`overridden` members, which every technique may replace."""
     return issubclass(type(loader), DataLoader) and not overridden(type(loader))
 
 
@@ -69,7 +69,7 @@ def with_base(loader: Any, base: DataLoader) -> Any:
     """Return a copy of a loader with another base. The copy shares no list, dict, set or deque with the loader.
 
     Args:
-        loader: a loader with a base; it does not change.
+        loader: a loader with a base, which does not change.
         base: a loader from ``DataLoader``'s constructor.
     """
     attributes = dict(vars(loader))

@@ -1,4 +1,4 @@
-"""What can be known of a user's loader, and done with it, without iterating it."""
+"""Properties of a user's loader, and clones with other settings."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
 _STATELESS = (int, float, str, torch.Generator, type(None))
 """Types of a sampler's attributes that a rewind restores, or that no epoch changes."""
 _SEEDS_ONCE = "seeds_workers_once"
-"""Name of the attribute of a clone that says whether the original loader has persistent workers."""
+"""Name of the attribute of a clone that is True if the original loader has persistent workers."""
 SEEDED_FROM = "seeded_from"
 """Attribute of a loader with a seed for each sample: the loader from which it was made."""
 UNKNOWN_LENGTH = 1000
 """Batches per epoch that are assumed if a loader's length is unknown."""
 FEWEST_TRIAL_BATCHES, TRIAL_BATCHES = 2, 4
-"""Number of batches that trials repeat: of slow loaders, and of all others. They stay on the device while measuring."""
+"""Numbers of batches that trials repeat: for slow loaders, and for all others. The batches stay on the device."""
 SLICED_FROM = "sliced_from"
 """Attribute of a sliced loader, whose batches are those of one rank. Its value is the loader of whole batches."""
 RESIZED_FROM = "resized_from"
@@ -83,10 +83,10 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
 def is_rewindable(loader: Any) -> bool:
     """Return True if another iteration of ``loader`` loses no sample.
 
-    True for a ``DataLoader`` over a map-style dataset with torch's own samplers, for subclasses and wrappers with a
-    ``base_of``, for flatout's loaders over one of these, and for a list or tuple of batches. A sampler of another class
-    is accepted if its ``__iter__`` is a generator function and its attributes are numbers or accepted samplers. False
-    if this is unknown.
+    True for a ``DataLoader`` over a map-style dataset with torch's own samplers, and for a list or tuple of batches.
+    Also true for subclasses and wrappers with such a ``base_of``, and for flatout's loaders over one of these. A
+    sampler of another class is accepted if its ``__iter__`` is a generator function and its attributes are numbers or
+    accepted samplers. False if this is unknown.
     """
     if type(loader) in (list, tuple):
         return True
@@ -113,7 +113,7 @@ def _starts_over(order: Any, dataset: Any) -> bool:
 
 
 def known_length(loader: Iterable[Any]) -> int | None:
-    """Return the batches per epoch; None if the loader has no length, as over an ``IterableDataset``."""
+    """Return the number of batches per epoch; None if the loader has no length, as over an ``IterableDataset``."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError, OverflowError):  # OverflowError: the length exceeds 2**63
@@ -121,13 +121,13 @@ def known_length(loader: Iterable[Any]) -> int | None:
 
 
 def length_of(loader: Iterable[Any]) -> int:
-    """Return the batches per epoch; ``UNKNOWN_LENGTH`` if the loader has no length."""
+    """Return the number of batches per epoch; ``UNKNOWN_LENGTH`` if the loader has no length."""
     length = known_length(loader)
     return UNKNOWN_LENGTH if length is None else length
 
 
 class LoaderPosition:
-    """Snapshot of the position and the counters of a rewindable loader: flatout's, those inside it, and samplers."""
+    """Snapshot of the positions and counters of a rewindable loader, of the loaders inside it, and of its samplers."""
 
     def __init__(self, loader: Any) -> None:
         parts: list[Any] = []
@@ -147,7 +147,7 @@ class LoaderPosition:
 
 
 def original_of(loader: Any) -> Any:
-    """Return the user's loader, from which ``loader`` was made: with other batch sizes, seeded samples, or slices."""
+    """Return the user's loader, from which ``loader`` was made with another batch size, seeded samples or slices."""
     for made_from in (SEEDED_FROM, RESIZED_FROM):
         if isinstance(loader, DataLoader):
             loader = getattr(loader, made_from, loader)
@@ -211,9 +211,10 @@ def why_not_resized(loader: Any) -> str:
 
 
 def first_batches(loader: Any, count: int, seconds: float = math.inf) -> list[Any]:
-    """Return copies of the first batches of a rewindable loader, because dataset or collate may reuse the originals.
+    """Return copies of the first batches of a rewindable loader.
 
-    The generators of the order advance.
+    Batches are copied because the dataset or the ``collate_fn`` may reuse their memory. The generators of the order
+    advance.
 
     Args:
         loader: the loader.
@@ -310,15 +311,15 @@ class Randomness:
 
 
 def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0) -> Randomness | None:
-    """Return the evidence that samples are random; ``None`` where there is none.
+    """Return the evidence that samples are random; ``None`` if there is none.
 
-    Makes the same samples, spread over the dataset, on this thread, and collates them: twice, unless a generator moved
-    the first time. All generators that are found are restored.
+    Some samples, spread over the dataset, are made and collated on this thread. If this moves no generator, the same
+    samples are made and collated again, and compared. All generators that are found are restored.
 
     Args:
         loader: a loader over a map-style dataset. Exceptions of its code are raised.
         samples: largest number of samples to make.
-        seconds: limit of the time. It may leave fewer samples.
+        seconds: time limit, which may reduce the number of samples.
     """
     dataset: Any = loader.dataset
     last, deadline = len(dataset) - 1, time.perf_counter() + seconds / 2
@@ -363,10 +364,10 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell ``loader``, or failing that its samplers and dataset, which epoch begins.
+    """Pass the number of the next epoch to ``loader``, or else to its samplers and dataset.
 
-    Calls ``loader.set_epoch`` if there is one; else that of the batch sampler, its sampler and so on, the sampler and
-    the dataset, each object once. Without any of them it does nothing.
+    If ``loader`` has no ``set_epoch``, these objects are used: the batch sampler, its sampler and so on, the sampler,
+    and the dataset. The ``set_epoch`` of each, if it exists, is called once.
     """
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)

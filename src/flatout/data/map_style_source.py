@@ -119,11 +119,11 @@ class RecordingSampler:
         self.order: Order | None = None
         self.given: deque[tuple[IndexSpan | OpaqueBatch, int]] = deque()
         self.draws_seed = False
-        """Draw the workers' seed at the start of an epoch, because persistent workers already have theirs."""
+        """True to draw the seed of an epoch in place of torch, which draws none for workers that are alive."""
         self.has_order = False
-        """The order of the next epoch has been drawn."""
+        """True if the order of the next epoch has been drawn."""
         self.shared_seed: int | None = None
-        """Seed of rank 0's workers, from which this rank makes the seed of its workers; None if they are the same."""
+        """Seed of rank 0's workers, from which this rank derives its own; None if both are the same."""
         self._apart: tuple[Any, torch.Generator] | None = None
 
     def begin(self) -> None:
@@ -132,7 +132,7 @@ class RecordingSampler:
         self.given = deque()
 
     def seed_apart(self, twin: DataLoader) -> None:
-        """Give the workers of a twin other seeds than those of rank 0 have."""
+        """Give the workers of a twin other seeds than those of rank 0."""
         self._apart = twin.generator, torch.Generator()
         twin.generator = self._apart[1]
 

@@ -1,4 +1,4 @@
-"""``movable_transforms``: names per-sample torch work that the device could do on whole batches."""
+"""``movable_transforms``: torch work per sample that the device could do on whole batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flatout.core.random_state import RandomState
 from flatout.data.torch_calls import MOST_CALLS, CallRecorder, Place, Recording, TorchCall, storages_of
 
 WORTH_NAMING = 0.03
-"""Share of a sample's time from which work is named."""
+"""Smallest share of a sample's time that is reported."""
 
 FEWEST = 4
-"""Samples that show which work every sample needs."""
+"""Smallest number of samples that shows which work every sample needs."""
 
 _GROUP = 4  # samples in each batch for the collate_fn
 _NORMALIZING = re.compile(
@@ -32,7 +32,7 @@ _NORMALIZING = re.compile(
 
 
 class NotExamined(ValueError):
-    """Samples that cannot be examined; the message says why."""
+    """Samples that cannot be examined. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class MovableWork:
         operators: names of the torch functions, each once, in order.
         seconds: duration per sample on the calling thread.
         share: share of a sample's time, between 0 and 1.
-        normalizes: the work is part of a conversion of bytes to normalized floats, as in ``flatout.data.Normalize``.
+        normalizes: True if the work is part of a conversion of bytes to normalized floats, as in
+            ``flatout.data.Normalize``.
     """
 
     place: str
@@ -65,7 +66,7 @@ class MovableWork:
         if self.normalizes:
             return (
                 "keep the samples uint8, and give flatout.data.Normalize to flatout.data.Prefetcher(transform=...): "
-                "it makes normalised floats of whole batches on the device"
+                "it makes normalized floats of whole batches on the device"
             )
         return "give it to flatout.data.Prefetcher(transform=...), to be done for whole batches on the device"
 
@@ -78,14 +79,15 @@ class MovableWork:
 def movable_transforms(
     source: DataLoader | Dataset, samples: int = 8, seconds: float = math.inf
 ) -> tuple[MovableWork, ...]:
-    """Name the torch work in a dataset's samples, and in a ``collate_fn``, that could run on whole batches.
+    """Find the torch work in a dataset's samples, and in a ``collate_fn``, that could run on whole batches.
 
-    Evaluates a few samples on the calling thread, each twice, and records the torch calls of the second evaluation.
-    Work is named if every sample does it with the same arguments and shapes, and only the sample's tensors depend on
-    it. Work that precedes a random choice, NumPy or a value read by Python stays. Random generators are restored.
+    A few samples are evaluated on the calling thread, each twice. The torch calls of the second evaluation are
+    recorded. Work is reported if all samples make the same calls with the same arguments and shapes. Only the tensors
+    of the sample may depend on the results. Work that precedes a random choice, NumPy or a value read by Python is not
+    reported. Random generators are restored.
 
-    NumPy and Python work is not seen, nor is a choice between tensors without a torch call. The files of the samples
-    have just been read, so times exclude the disk.
+    Work of NumPy and Python is not recorded, nor is a choice between tensors without a torch call. The files of the
+    samples have just been read, so times exclude the disk.
 
     Args:
         source: a DataLoader over a map-style dataset, or the dataset.

@@ -1,4 +1,4 @@
-"""``Normalize``: batches of uint8 images as normalised floats, in one pass over memory, on the device."""
+"""``Normalize``: conversion of uint8 images to normalized floats on the device, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from flatout.core.dtensor import PLAIN
 from flatout.core.gradients import has_kernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LEAST, _GREATEST = 1e-18, 1e18  # outside, float32 has too few digits on the way to a result that is bit-equal
+_LEAST, _GREATEST = 1e-18, 1e18  # outside this range, intermediate float32 results lose digits, and bits differ
 _MOST_CHANNELS_ON_CUDA = 240
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """A transform of batches: uint8 images become ``(x / 255 - mean) / std`` in the dtype and format of the model.
+    """Transform of batches: uint8 images become ``(x / 255 - mean) / std`` in the dtype and format of the model.
 
-    Applied to a batch on the device (``Prefetcher(loader, device, transform=Normalize(...))``) it replaces
-    torchvision's ``ToTensor`` and ``Normalize`` on every sample: a quarter of the bytes go through workers, pinned
-    memory and PCIe, and the device reads each element once and writes it once. The dataset must give bytes then:
-    ``PILToTensor`` in place of ``ToTensor``.
+    Use the transform on the device, as in ``Prefetcher(loader, device, transform=Normalize(...))``. There it replaces
+    torchvision's ``ToTensor`` and ``Normalize`` on every sample. Workers, pinned memory and PCIe then move a quarter of
+    the bytes. The device reads and writes each element once. The dataset must yield bytes, so use ``PILToTensor`` in
+    place of ``ToTensor``.
 
-    In the batch, of any nesting, every uint8 tensor of shape [N, C, H, W] with a C of ``len(mean)`` is taken for
-    images; all else passes through as it is. Contiguous and channels_last images are read where they lie, others are
+    Every uint8 tensor of shape [N, C, H, W] with C equal to ``len(mean)`` counts as images, at any depth of the batch.
+    All other objects pass through unchanged. Contiguous and channels_last images are read in place. Other images are
     copied first. The result takes no part in autograd.
 
-    Values equal torchvision's, ``Normalize(mean, std)(ToTensor()(image)).to(dtype)`` computed on a CPU, bit for bit:
-    on all devices, in all dtypes and formats. (The tolerance is 0. Torch's own operations on a GPU differ from that
-    in float32's last bits: there ``x / 255`` is a multiplication by the reciprocal.)
+    Values equal ``Normalize(mean, std)(ToTensor()(image)).to(dtype)`` of torchvision on a CPU bit for bit, on all
+    devices, in all dtypes and memory formats. torch's own operations on a GPU differ in the last bits of float32,
+    because they compute ``x / 255`` as a multiplication by the reciprocal.
 
     Args:
-        mean: one number per channel, of pixels from 0 to 1; each 0 or of a magnitude from 1e-18 to 1e18.
-        std: one number per channel, likewise; each from 1e-18 to 1e18.
-        dtype: of the result: float32, float16 or bfloat16.
-        channels_last: memory format of the result: channels_last, or contiguous.
+        mean: one number per channel, for pixels from 0 to 1. Each is 0 or has a magnitude from 1e-18 to 1e18.
+        std: one number per channel, for pixels from 0 to 1. Each is from 1e-18 to 1e18.
+        dtype: dtype of the result: float32, float16 or bfloat16.
+        channels_last: True for a result in channels_last memory format, False for a contiguous result.
 
     Raises:
-        ValueError: ``mean`` or ``std`` is empty, not one number per channel or out of range; ``dtype`` is another one.
+        ValueError: ``mean`` or ``std`` is empty, is not a sequence of numbers or is out of range. Or their lengths
+            differ, or ``dtype`` is not one of the three.
     """
 
     mean: Sequence[float]
@@ -66,7 +67,7 @@ class Normalize:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype}")
 
     def __call__(self, batch: Any) -> Any:
-        """``batch`` with its images normalised; what else it holds is the same objects."""
+        """Return ``batch`` with its images normalized. All other leaves are the same objects."""
         return map_tensors(self._normalized, batch)
 
     def _normalized(self, tensor: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Normalize:
         return self._by_torch(tensor)
 
     def _by_torch(self, images: Tensor) -> Tensor:
-        # 255 as a tensor: a number would be divided by as a multiplication by its reciprocal.
+        # 255 is a tensor, because torch may divide by a Python number as a multiplication by its reciprocal.
         most, mean, std = (
             torch.tensor(values, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
             for values in ((255.0,), self.mean, self.std)
@@ -96,6 +97,9 @@ def _numbers(name: str, values: Iterable[Any]) -> tuple[float, ...]:
     return numbers
 
 
-@torch.compiler.assume_constant_result
 def _is_native(device: torch.device, channels: int) -> bool:
     return has_kernels(device) and (device.type != "cuda" or channels <= _MOST_CHANNELS_ON_CUDA)
+
+
+# What torch.compiler.assume_constant_result does, without the import of torch._dynamo.
+_is_native._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,13 +1,14 @@
-"""The order and the random numbers of a plain ``DataLoader(num_workers=0)``, without its lists of indices.
+"""Order and random numbers of a plain ``DataLoader(num_workers=0)``, without its lists of indices.
 
-torch draws random numbers at certain moments, and a loader that is to leave every generator in the same state has to
-draw at the same ones (torch/utils/data/dataloader.py, sampler.py):
+A loader that leaves every generator in the same state as torch must draw at the same moments. torch draws at these
+moments (torch/utils/data/dataloader.py, sampler.py):
 
-1. ``iter(loader)``: ``iter(batch_sampler)``, then one int64, the base seed, from ``loader.generator`` (default
-   generator if ``None``);
-2. whenever a batch needs an index that has not been drawn, its sampler draws the next block of them: a permutation,
-   32 numbers with replacement, everything at once. A full batch needs no more than its own indices; a partial one has
-   asked the sampler for more, and a ``RandomSampler`` then draws a last block, even one that it throws away.
+1. ``iter(loader)`` calls ``iter(batch_sampler)``. Then it draws one int64, the base seed, from ``loader.generator``, or
+   from the default generator if ``loader.generator`` is ``None``.
+2. When a batch needs an index that has not been drawn, its sampler draws the next block of indices. A block is a
+   permutation, 32 numbers with replacement, or all indices at once. A full batch requests only its own indices. A
+   partial batch has requested one more index. A ``RandomSampler`` then draws a last block, even if it uses no index of
+   this block.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from torch.utils.data import (
 from flatout.core.openmp import serial
 
 Position = dict[str, Any]
-"""Where in an epoch the next batch begins: what an order of the same samplers needs to go on there. Made of tensors,
-numbers, strings, lists and dicts, and of what a sampler's own ``state_dict`` holds."""
+"""Position of the next batch in an epoch, from which an order of the same samplers resumes.
+
+The values are tensors, numbers, strings, lists, dicts, and the contents of a sampler's ``state_dict``.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class BatchShare:
     """Share of one rank in a batch.
 
     Attributes:
-        own: samples of this rank; 0 if it computes a stand-in, because there are fewer samples than ranks.
+        own: samples of this rank; 0 if this rank computes a stand-in, because there are fewer samples than ranks.
         total: samples of all ranks.
     """
 
@@ -52,9 +55,9 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class IndexSpan:
-    """Batches of ``count`` samples each, one behind the other.
+    """Consecutive batches of ``count`` samples each.
 
-    Their samples are ``indices`` (int64 ``[batches * count]``), or ``first, first + 1, ...`` where they are ``None``.
+    The samples are ``indices`` (int64 ``[batches * count]``), or ``first, first + 1, ...`` if ``indices`` is ``None``.
     """
 
     indices: Tensor | None
@@ -62,12 +65,12 @@ class IndexSpan:
     count: int
     batches: int
     end: Position | None
-    """Where the next one begins; ``None``: the order's position, as nothing is drawn before it is asked for."""
+    """Position after the last batch. ``None``: the current position of the order, which draws only on request."""
     share: BatchShare | None = None
-    """Share of this rank in each batch, of which it has ``count`` samples here; ``None`` if batches are whole."""
+    """Share of this rank in each whole batch, if each batch here is a slice; else ``None``."""
 
     def behind(self, batch: int) -> Position | None:
-        """Where the batch behind the ``batch``-th begins, counted from 1."""
+        """Return the position after a batch, counted from 1. ``None``: the current position of the order."""
         if self.end is None:
             return None
         back = (self.batches - batch) * (self.count if self.share is None else self.share.total)
@@ -76,40 +79,42 @@ class IndexSpan:
 
 @dataclass(frozen=True)
 class OpaqueBatch:
-    """One batch of which only the dataset knows what its indices mean: no ints, or out of range."""
+    """Batch whose indices only the dataset can interpret, because some are not ints or are out of range."""
 
     indices: Any
     end: Position | None
     share: BatchShare | None = None
-    """As for a span."""
+    """Share of this rank in the whole batch, if this is a slice; else ``None``."""
 
     def behind(self, batch: int) -> Position | None:
-        """As for a span."""
+        """Return the position after the batch. ``None``: the current position of the order."""
         return self.end
 
 
 class Order(Protocol):
-    """One epoch's batches, in order."""
+    """Order of the batches of one epoch."""
 
     def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
-        """The next batches, as many as are drawn already but at least one; with ``asked``, ``None`` behind the last.
+        """Return the next batches: at least one, and all that are already drawn.
 
-        Unless ``asked``, when the user wants the very next batch, nothing is drawn that somebody else could see: then
-        ``None`` may also mean that the batch has to be asked for.
+        Args:
+            asked: True if the user requests the next batch now. The result is then ``None`` only after the last batch.
+                If False, nothing is drawn that other code could observe. The result may then be ``None`` although
+                batches are left.
         """
 
     def position(self) -> Position:
-        """Where the batch behind those that were given begins."""
+        """Return the position after the batches that were returned."""
 
     def has_drawn_since(self, position: Position) -> bool:
-        """Whether a generator has been drawn from for batches behind ``position``."""
+        """Return True if a generator has been used to draw batches after ``position``."""
 
     def completed(self, position: Position) -> Position:
-        """``position`` as it is to be saved, with what is known by now of the batches behind it."""
+        """Return ``position`` in the form to save, completed with the draws that followed."""
 
 
 def why_not_ordered(loader: DataLoader) -> str | None:
-    """Why no :class:`Order` can stand in for the samplers of ``loader``; ``None`` if one can."""
+    """Return why no :class:`Order` can replace the samplers of ``loader``; ``None`` if one can."""
     if loader.batch_sampler is None:
         return "batch_size=None: samples are not batched"
     if loader.num_workers > 0 and loader.worker_init_fn is not None:
@@ -118,21 +123,21 @@ def why_not_ordered(loader: DataLoader) -> str | None:
 
 
 _RANDINTS = 32
-"""Indices that a RandomSampler with replacement draws at a time."""
+"""Number of indices that a RandomSampler with replacement draws at once."""
 
 _Block = Tensor | range
 _Draw = Callable[[int, torch.Generator | None], "_Block | None"]
-"""Makes a block of indices, int64 ``[n]``, by its number and with a generator; ``None`` behind the last."""
+"""Function of a block's number and a generator. It returns indices, int64 ``[n]``; ``None`` after the last block."""
 
 
 class Blocks:
-    """The indices of an epoch in blocks, each drawn as it is asked for.
+    """Indices of an epoch in blocks, each drawn on request.
 
     Args:
         draw: makes the blocks.
-        generator: gives what is drawn from when the first block is; without it nothing is drawn.
-        is_users: that is a generator of the user's own, who sees what is drawn from it.
-        length: of each block but the last; ``None``: there is one block, or few.
+        generator: returns the generator, when the first block is drawn. ``None`` if blocks need no random numbers.
+        is_users: True if the generator belongs to the user, who can observe the draws.
+        length: length of each block except the last; ``None`` if there are only one or a few blocks.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class Blocks:
         self.is_users = is_users
         self.drawn = 0
         self.before_first: Tensor | None = None
-        """State of the generator before it drew the first block, or the one that was drawn again."""
+        """State of the generator before it drew the first block, or the block that was drawn again."""
         self.before: Tensor | None = None
         """State of the generator before it drew the last block."""
         self._length = length
@@ -155,7 +160,11 @@ class Blocks:
         self._generator: torch.Generator | None = None
 
     def next(self, wanted: int) -> _Block | None:
-        """The next block, for so many indices more; behind the last block that takes, ``before`` can be asked for."""
+        """Return the next block; ``None`` after the last one.
+
+        Args:
+            wanted: number of indices that are still needed. The block that completes this number sets ``before``.
+        """
         if self._generator is None and self._make_generator is not None:
             self._generator = self._make_generator()
         before = None
@@ -168,10 +177,10 @@ class Blocks:
         return block
 
     def again(self, number: int, before: Tensor | None) -> _Block:
-        """Block ``number`` once more, from a generator in the state ``before``."""
+        """Draw block ``number`` again, from a generator in the state ``before``."""
         if before is not None:
             assert self._make_generator is not None
-            # Any other generator dies with the epoch, or is torch's default one and was moved in the first run.
+            # Any other generator ends with the epoch, or is torch's default one, which the first run has advanced.
             self._generator = self._make_generator() if self.is_users else torch.Generator()
             self._generator.set_state(before)
         self.drawn = number
@@ -182,9 +191,15 @@ class Blocks:
 
 
 def blocks_of(sampler: Any, samples: int | None) -> Blocks | None:
-    """The indices of an epoch of ``sampler``.
+    """Return the indices of an epoch of a sampler.
 
-    ``None`` unless the sampler is torch's own, draws on the host, and draws nothing that the dataset does not have.
+    Args:
+        sampler: the sampler.
+        samples: number of samples in the dataset. With ``None`` indices are not checked, and those of a
+            ``SubsetRandomSampler`` are positions in its ``indices``.
+
+    Returns:
+        The blocks. ``None`` unless the sampler is torch's own, draws on the host, and has only indices of the dataset.
     """
     most = sys.maxsize if samples is None else samples
     generator = getattr(sampler, "generator", None)
@@ -210,7 +225,7 @@ def blocks_of(sampler: Any, samples: int | None) -> Blocks | None:
 
 
 def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
-    """int64 ``[n]``, counted from the front; ``None`` where something is no int, or not in the dataset."""
+    """Return indices as int64 ``[n]``, counted from the front; ``None`` if one is not an int or is out of range."""
     if not isinstance(indices, (Tensor, np.ndarray, range)) and not all(map(is_int, indices)):
         return None
     found = torch.as_tensor(indices) if len(indices) else torch.empty(0, dtype=torch.int64)
@@ -223,12 +238,12 @@ def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
 
 
 def is_int(index: Any) -> bool:
-    """Whether ``index`` is a plain integer, Python's or NumPy's."""
+    """Return True if ``index`` is a plain integer of Python or NumPy."""
     return type(index) is int or isinstance(index, np.integer)
 
 
 class RecordedOrder:
-    """Draws as torch's samplers do, whole blocks of indices at a time.
+    """Order of torch's samplers, drawn in whole blocks of indices at the same moments as torch.
 
     Raises:
         ValueError: ``start`` was saved by an order of another kind.
@@ -239,11 +254,11 @@ class RecordedOrder:
         self._size = batch_sampler.batch_size
         self._drop_last = batch_sampler.drop_last
         self._blocks = blocks
-        # Of several blocks the later ones are drawn in mid-epoch; a generator that the sampler makes dies with it.
+        # A RandomSampler draws later blocks in mid-epoch. These draws are visible if the generator is the user's.
         self._is_seen = type(sampler) is RandomSampler and blocks.is_users
         self._taken = 0
         self._drawn = 0
-        self._left: _Block = range(0)  # drawn, not taken; behind a batch, of the last block alone
+        self._left: _Block = range(0)  # drawn, but not taken; after a batch, all are from the last block
         self._last_block = 0
         if start is not None and "block" not in start:
             raise ValueError("the state was saved where the sampler had to be asked for its batches")
@@ -283,7 +298,7 @@ class RecordedOrder:
         if len(parts) == 1:
             self._left = parts[0]
         elif parts:
-            self._left = torch.cat(parts)  # type: ignore[arg-type]  # a range is a block of its own
+            self._left = torch.cat(parts)  # type: ignore[arg-type]  # a range is the only block of an epoch
 
     def position(self) -> Position:
         blocks = self._blocks
@@ -304,7 +319,7 @@ class RecordedOrder:
 
 
 def _once(draw: Callable[[Any], _Block]) -> _Draw:
-    """An epoch of one block."""
+    """Return the draw of an epoch that has one block."""
     return lambda number, generator: draw(generator) if number == 0 else None
 
 
@@ -318,8 +333,8 @@ def _random_block(sampler: RandomSampler) -> _Draw:
     whole, rest = divmod(sampler.num_samples, size)
 
     def draw(number: int, generator: torch.Generator | None) -> Tensor | None:
-        # One block more is drawn than is whole, even if nothing of it is used: which nobody sees of a generator that
-        # the sampler has made.
+        # torch draws one more block than are whole, even if no index of this block is used. With a generator that the
+        # sampler has made, no other code can observe this draw.
         if number > whole or (number == whole and rest == 0 and sampler.generator is None):
             return None
         count = size if number < whole else rest
@@ -338,7 +353,10 @@ def _weighted(sampler: WeightedRandomSampler) -> _Draw:
 
 
 def _share(sampler: DistributedSampler) -> _Draw:
-    """The indices of one rank: shuffled alike on all, cut or repeated to a multiple of their number."""
+    """Return the draw of the indices of one rank.
+
+    All ranks shuffle alike, and cut or repeat the order to a multiple of the number of ranks.
+    """
 
     def draw(generator: Any) -> Tensor:
         n = len(sampler.dataset)  # type: ignore[arg-type]

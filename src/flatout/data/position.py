@@ -54,9 +54,9 @@ class Progress:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Return the context in which an epoch opens: it begins, and draws the seed of its workers.
+        """Return the context in which an epoch begins and draws the seed of its workers.
 
-        For a sliced loader this is a collective. All ranks then draw what rank 0 draws, up to the first batch.
+        For a sliced loader this is a collective. All ranks then draw the numbers of rank 0, up to the first batch.
         """
         if self._slices is None:
             yield
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def rank(self) -> int:
-        """Number of this rank among those that share the loader."""
+        """Number of this rank, from 0; 0 if the loader is not sliced."""
         return 0 if self._slices is None else self._slices.ranks.rank
 
     def begin(self, samples: int | None, *, reads_ahead: bool = False) -> Order:
@@ -81,7 +81,7 @@ class Progress:
             samples: number of samples in the dataset. With ``None`` only the dataset interprets indices. Then batches
                 of samplers that are not torch's stay :class:`OpaqueBatch`, and indices of a ``SubsetRandomSampler`` are
                 positions in its ``indices``.
-            reads_ahead: whether a batch may be requested before earlier ones are yielded.
+            reads_ahead: True if a batch may be requested before earlier ones are yielded.
 
         Raises:
             ValueError: a sampler without ``state_dict`` does not draw the batches before the saved position again.
@@ -108,7 +108,7 @@ class Progress:
 
     @property
     def goes_on(self) -> bool:
-        """True if the next epoch is the rest of a loaded one, whose seeds were drawn when it began."""
+        """True if the next epoch is the rest of a loaded one, whose seeds were drawn at its beginning."""
         return self._loaded is not None
 
     def reached(self, order: Order, span: IndexSpan | OpaqueBatch, batch: int) -> None:
@@ -122,7 +122,7 @@ class Progress:
             self._order, self._position, self._reached, self._loaded = order, None, None, None
 
     def _counts(self, order: Order) -> bool:
-        """Return whether no newer order has yielded a batch. Newer orders that only began do not count."""
+        """Return True if no newer order has yielded a batch. Newer orders that only began do not count."""
         number = self._numbers.get(order, -1)
         if number < self._newest_taken:
             return False
@@ -131,7 +131,7 @@ class Progress:
 
     @property
     def position(self) -> Position | None:
-        """The position after the last batch that was yielded; ``None`` between epochs."""
+        """Position after the last batch that was yielded; ``None`` between epochs."""
         if self._reached is None or self._order is None:
             return self._position
         span, batch = self._reached
@@ -234,7 +234,7 @@ def _sampler(loader: DataLoader) -> Any:
 
 
 def _batch_sampler(loader: DataLoader) -> Any:
-    """Return the loader's batch sampler, or one with batches of one sample where the loader does not batch."""
+    """Return the loader's batch sampler, or one with batches of one sample if the loader does not batch."""
     if loader.batch_sampler is not None:
         return loader.batch_sampler
     if type(loader.sampler) in TORCHS_SAMPLERS:

@@ -1,4 +1,4 @@
-"""``Prefetcher``: the batches of any loader, on the device before they are asked for."""
+"""``Prefetcher``: the batches of any loader, copied to the device ahead of time."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Prefetcher(Forwarding):
         return self.loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to the loader, or to whatever of it has a ``set_epoch``."""
+        """Pass ``epoch`` to the loader, or else to each part of the loader that has a ``set_epoch`` method."""
         set_epoch(self.loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,13 +163,13 @@ class Prefetcher(Forwarding):
 
     @property
     def stall_fraction(self) -> float:
-        """Share of the time since the first batch was asked for that went into waiting for data; 0 before."""
+        """Share of the time from the first request to the last batch that ``next`` has waited for data; 0 before."""
         if self._first_asked is None or self._last_given <= self._first_asked:
             return 0.0
         return self.stall_seconds / (self._last_given - self._first_asked)
 
     def reset_stall(self) -> None:
-        """Set the counters back to 0."""
+        """Reset the counters to 0."""
         self.stall_seconds = 0.0
         self.batches = 0
         self._first_asked: float | None = None
@@ -184,7 +184,7 @@ class Prefetcher(Forwarding):
         self.batches += 1
 
     def close(self) -> None:
-        """End what iterators under way have running, and free the pinned memory; can be iterated again."""
+        """End running iterators and free the pinned memory. The prefetcher can be iterated again."""
         for iterator in list(self._live):
             iterator.close()
         if self._ring is not None:
@@ -193,13 +193,13 @@ class Prefetcher(Forwarding):
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a source was behind a batch."""
+    """Position of a source after a batch."""
 
     mark: Any
 
 
 class _PassThrough:
-    """One epoch on the host: the loader's own batches, and the time that they took."""
+    """One epoch on the host, which yields the loader's own batches and measures the time of each."""
 
     def __init__(self, prefetcher: Prefetcher, epoch: Epoch) -> None:
         self._prefetcher = prefetcher
@@ -225,7 +225,7 @@ class _PassThrough:
         return batch
 
     def close(self) -> None:
-        """Drop the loader's iterator, and with it whatever it has running."""
+        """Drop the loader's iterator, and its worker processes."""
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             epoch.close()
@@ -272,7 +272,8 @@ class _Ahead(_PassThrough):
             raise StopIteration
         entry = queue[0]
         if entry.error is None:
-            self._start(entry)  # what failed ahead of time may work now; if not, the batch stays first in line
+            # A copy that failed ahead of time may succeed now. Otherwise the batch stays first in the queue.
+            self._start(entry)
             self._transform(entry)
         batch = None if entry.error else self._taken(entry)
         queue.popleft()
@@ -286,16 +287,16 @@ class _Ahead(_PassThrough):
         return batch
 
     def _top_up(self, epoch: Epoch, queue: deque[_Entry]) -> None:
-        """Start copies until ``depth`` batches are ahead of the one that is about to be handed out."""
+        """Start copies until ``depth`` batches are ahead of the batch that is about to be yielded."""
         while len(queue) <= self._prefetcher.depth and not self._exhausted:
             if queue and (queue[-1].error is not None or queue[-1].copy is None):
-                return  # nothing is fetched past an exception before the user has seen it
+                return  # no batch after an exception is fetched before the user has seen the exception
             try:
                 if queue:
-                    # A loader may fill the same memory again. Costs no time: the step lies in between.
+                    # A loader may reuse the memory of a batch. The wait is short, because a step ran meanwhile.
                     queue[-1].copy.release_sources()  # type: ignore[union-attr]
             except Exception:
-                return  # raised when the batch's turn comes
+                return  # raised when the batch is due
             if queue:
                 self._transform(queue[-1])
                 if queue[-1].error is not None:
@@ -351,7 +352,7 @@ class _Ahead(_PassThrough):
         return entry.copy.take()
 
     def close(self) -> None:
-        """End the copying thread and drop what was fetched ahead."""
+        """End the copying thread and drop the batches that were fetched ahead."""
         self._queue = deque()
         self._copier.close()
         super().close()

@@ -1,4 +1,4 @@
-"""A loader tried with other settings for a moment, and nothing lost by it."""
+"""Short trials of a loader with other settings. No sample is lost."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ from flatout.data.remote import InWorker
 PREFETCH = 2
 """Batches ahead per worker: torch's default."""
 LOOK = 0.25
-"""Seconds of one trial as fast as can be, at most half a dozen of which find the number of workers."""
+"""Seconds of one trial at full speed. At most half a dozen such trials find the number of workers."""
 STROLL = 0.75
-"""Seconds of a trial at the step's pace."""
+"""Seconds of a trial at the pace of the training step."""
 _PATIENCE = 10.0, 20
-"""Seconds, and batch times, after which workers that send nothing hang: in a lock that was held when they forked."""
+"""Timeout of workers that send nothing: seconds, and additional batch times.
+
+A worker hangs if a lock that it needs was held when the worker was forked.
+"""
 
 
 @dataclass(frozen=True)
 class Try:
-    """One number of workers, measured."""
+    """Measurement of a loader with one number of workers."""
 
     workers: int
     batches_per_second: float
-    """As fast as the loader can, after its start."""
+    """Rate at full speed, after the start."""
     start_seconds: float
-    """From ``iter`` to the first batch."""
+    """Seconds from ``iter`` to the first batch."""
     worker_bytes: int = 0
-    """Memory that each worker process has for itself; 0 where that cannot be known."""
+    """Largest private memory of a worker process; 0 if unknown, or without workers."""
 
 
 class Trials:
-    """Clones of a loader, tried over one stream of batches of its indices.
+    """Trials of clones of a loader, over one stream of batches of its indices.
 
     Args:
         loader: the loader.
         is_warm: True if this process has loaded batches before.
 
     Attributes:
-        start_method: how workers are started instead of the loader's own way; None: that way.
+        start_method: start method of workers in place of the loader's own; None: the loader's own.
         busy: share of a core that loading keeps busy in one process.
         batch_bytes: bytes of a batch.
-        device: where batches are if not on the CPU; None otherwise.
+        device: device of the batches; None for the CPU.
     """
 
     def __init__(self, loader: DataLoader, *, is_warm: bool = False) -> None:
@@ -68,7 +71,11 @@ class Trials:
         self._indices = _endless(getattr(loader, self._stream))
 
     def alone(self) -> Try:
-        """Load in this process, for a moment after the first batch; of slow batches one more, or only the first."""
+        """Measure loading in this process.
+
+        The measurement begins after the first batch, and lasts for at least one batch. If this process is warm and
+        batches are slow, the first batch is the only one.
+        """
         begin, had = time.perf_counter(), wanted_core_seconds()
         batches = iter(self._made(0))
         tensors = tensors_of(next(batches))
@@ -86,9 +93,10 @@ class Trials:
         return Try(0, loaded / seconds, start)
 
     def with_workers(self, workers: int) -> Try:
-        """Load with workers: what they had ready when they began is not counted, one round of all of them is.
+        """Measure loading with workers.
 
-        Workers whose batches take long have at most one ready each.
+        Batches that were made ahead during the start are not counted: ``PREFETCH`` of each worker, or one if batches
+        are slow. After these, at least one batch per worker is counted.
         """
         begin = time.perf_counter()
         batches = iter(self._made(workers, prefetch_factor=PREFETCH))
@@ -104,7 +112,15 @@ class Trials:
         return Try(workers, loaded / seconds, start, memory)
 
     def paced(self, workers: int, prefetch_factor: int, step_time: float, fill: float, at_least: int) -> float:
-        """Wait ``step_time`` between batches, from a queue that had ``fill`` seconds to fill: share of time waited."""
+        """Measure the share of time that steps wait for their batch.
+
+        Args:
+            workers: number of workers.
+            prefetch_factor: batches ahead per worker.
+            step_time: seconds between a batch and the request for the next one.
+            fill: seconds in which the queue fills before the first step.
+            at_least: smallest number of steps.
+        """
         batches = iter(self._made(workers, prefetch_factor=prefetch_factor))
         next(batches)
         time.sleep(fill)
@@ -118,7 +134,11 @@ class Trials:
         return waited / (time.perf_counter() - begin)
 
     def start_otherwise(self, error: Exception) -> bool:
-        """Whether workers that failed to start may start another way: forked, as the user did not rule out."""
+        """Set another start method after workers failed to start. Return False if there is no other method.
+
+        The other method is fork, after a pickling error on Linux. A method that the user has chosen is kept. Fork is
+        not used after this process has initialized CUDA.
+        """
         default = multiprocessing.get_all_start_methods()[0]
         if (
             self.start_method is not None
@@ -150,7 +170,7 @@ def _endless(indices: Iterable[Any]) -> Iterator[Any]:
 
 
 def _load_for(batches: Iterator[Any], seconds: float, at_least: int) -> int:
-    """Load for some time, and at least some batches: how many."""
+    """Load batches for ``seconds``, and ``at_least`` this many. Return their number."""
     end = time.perf_counter() + seconds
     loaded = 0
     while loaded < at_least or time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""What comes back from worker processes besides batches: their exceptions, whole, and the news of their death."""
+"""Exceptions of worker processes with their arguments and causes, and detection of dead workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.utils.data._utils.worker
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-_SECONDS_BETWEEN_LOOKS = 0.25  # at the workers, while no batch comes
-_SECONDS_TO_DIE = 0.2  # between the end of a process's pipes and the end of the process
+_SECONDS_BETWEEN_LOOKS = 0.25  # between checks of the workers, while no batch arrives
+_SECONDS_TO_DIE = 0.2  # limit of the time from the end of a process's pipes to the end of the process
 _HINTS = {
     "SIGKILL": "as the kernel does when memory runs out",
     "SIGBUS": "as happens when shared memory (/dev/shm) runs out",
@@ -23,23 +23,23 @@ _HINTS = {
 
 
 class WorkerError(RuntimeError):
-    """A worker process of a ``DataLoader`` ended: its pid, and the signal or exit code."""
+    """Death of a worker process of a ``DataLoader``. The message has the pid, and the signal or exit code."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception, as text, from the process where it was raised."""
+    """Traceback of an exception, as text, from the process that raised the exception."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class InWorker:
-    """A ``worker_init_fn`` that has exceptions come back from the worker as they were raised.
+    """``worker_init_fn`` with which exceptions of the worker keep their arguments and causes.
 
-    torch's come back with their type, and the traceback as their only argument.
+    torch keeps only the type of an exception, and passes the traceback as the only argument.
 
     Args:
-        users: the user's own ``worker_init_fn``, called behind it.
+        users: the user's own ``worker_init_fn``, which is called afterwards.
     """
 
     def __init__(self, users: Callable[[int], Any] | None) -> None:
@@ -52,21 +52,21 @@ class InWorker:
 
 
 class _WholeException(ExceptionWrapper):
-    """Made in a worker, in place of torch's; raised again where batches are taken."""
+    """Wrapper of a worker's exception, in place of torch's. The process that takes batches raises the exception."""
 
     def __init__(self, exc_info: Any = None, where: str = "in background") -> None:
         super().__init__(exc_info, where)
         self._chain = _packed((exc_info or sys.exc_info())[1])
         try:
             pickle.dumps(self.exc_type)
-        except Exception:  # a class made in a function: torch would wait for it forever
+        except Exception:  # of a class that is defined in a function; torch would wait forever
             self.exc_type = RuntimeError
 
     def reraise(self) -> None:
-        """Raise it, with what it was raised from; behind that, the worker's traceback as text."""
+        """Raise the exception with its causes. The last cause is the worker's traceback as text."""
         try:
             chain = list(map(pickle.loads, self._chain))
-        except Exception:  # its module, or what it holds, is not to be had here
+        except Exception:  # its module, or an object that it holds, is missing in this process
             chain = []
         if not chain:
             super().reraise()
@@ -80,7 +80,7 @@ class _WholeException(ExceptionWrapper):
 
 
 def _packed(error: BaseException | None) -> list[bytes]:
-    """An exception and its causes, pickled; none where one of them cannot be, or not be made again."""
+    """Pickle an exception and its causes. The list is empty if one of them cannot be pickled and unpickled."""
     packed: list[bytes] = []
     while error is not None:
         try:
@@ -93,10 +93,10 @@ def _packed(error: BaseException | None) -> list[bytes]:
 
 
 def watch(batches: Any) -> None:
-    """Have a ``DataLoader``'s iterator say that a worker has died when its batch is asked for, within half a second.
+    """Make a ``DataLoader``'s iterator report a dead worker when a batch is requested, within half a second.
 
-    torch's signal handler says so in the middle of whatever the main thread is at, a step of the optimizer too; where
-    it does not come through, five seconds pass.
+    torch's signal handler raises anywhere in the main thread, even inside an optimizer's step. Without the signal,
+    torch detects the death after five seconds.
     """
     if isinstance(batches, _MultiProcessingDataLoaderIter) and batches._worker_pids_set:
         torch._C._remove_worker_pids(id(batches))
@@ -106,7 +106,7 @@ def watch(batches: Any) -> None:
 
 class _TryOften:
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
-        self._batches = weakref.ref(batches)  # or its workers would outlive an early break
+        self._batches = weakref.ref(batches)  # a strong one would keep the workers alive after a break
 
     def __call__(self, timeout: float = _SECONDS_BETWEEN_LOOKS) -> tuple[bool, Any]:
         batches: Any = self._batches()
@@ -114,18 +114,22 @@ class _TryOften:
 
 
 def death_of_a_worker(batches: Any, error: Exception) -> str | None:
-    """Which worker of a ``DataLoader``'s iterator has died, and how, when ``error`` came instead of a batch.
+    """Return which worker of a ``DataLoader``'s iterator has died, and how; ``None`` if all are alive.
 
-    Ends the other workers then. ``None``: none has died.
+    After a death, the other workers are ended.
+
+    Args:
+        batches: the iterator.
+        error: the exception that the iterator raised in place of a batch.
     """
     workers = list(getattr(batches, "_workers", ()))
-    # Its pipes break before a process has ended; whatever else is raised is the user's own.
+    # The pipes of a process break before the process ends. Other exceptions come from the user's code.
     if workers and isinstance(error, (RuntimeError, OSError, EOFError)) and not _is_remote(error):
         ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=_SECONDS_TO_DIE)
         for worker in workers:
             if worker.sentinel in ended:
-                worker.join()  # it has closed its files; its exit code follows
-    # Of one that exits with 0, as after Ctrl-C, torch alone can tell that it had not come to its end.
+                worker.join()  # its files are closed, and its exit code follows soon
+    # A worker may exit early with code 0, as after Ctrl-C. Only torch's message shows this.
     missed = str(error) if str(error).startswith("DataLoader worker (pid(s)") else ""
     for number, worker in enumerate(workers):
         if worker.exitcode or (worker.exitcode == 0 and str(worker.pid) in missed):

@@ -42,8 +42,8 @@ class ReplayBuffer(CopiedAsWrapped, Source):
     def _read_ahead(self, loader: Iterable[Any], count: int) -> None:
         self._source = source_of(loader)
         self._rest: Epoch | None = self._source.open()
-        # The loader's position after the last batch that was yielded. The loader itself is ahead of it while batches
-        # that were read are left.
+        # The loader's position after the last batch that was yielded. The loader itself is ahead of this position while
+        # batches that were read are left.
         self._behind: tuple[Any] | None = (self._source.mark(),)
         # Copies, because the loader may reuse the memory for the next batch.
         self._read = deque(
@@ -126,7 +126,7 @@ class _First:
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None
         self.share: BatchShare | None = None
-        self._is_first = False  # the first of several iterators to be asked yields the batches that were read
+        self._is_first = False  # the first iterator that is advanced yields the batches that were read
 
     def __iter__(self) -> Iterator[Any]:
         return self

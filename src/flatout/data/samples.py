@@ -1,4 +1,4 @@
-"""What a sample is made of: its containers, and type, dtype and shape of each leaf."""
+"""Layout of a sample: its containers, and the type, dtype and shape of each leaf."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class NotCacheable(ValueError):
-    """Samples that cannot be served from memory; the message says why."""
+    """Samples that cannot be kept in memory. The message says why."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor, an array or a number, but for its value."""
+    """Type, dtype and shape of a tensor, an array or a number."""
 
     kind: type
     """``Tensor``, ``np.ndarray``, a NumPy scalar type, ``int``, ``float`` or ``bool``."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...] = field(default=(), compare=False)
-    """Its dimensions, from the one with the longest stride to the one with the shortest."""
+    """Dimensions, from the longest stride to the shortest."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -49,22 +49,25 @@ class _Container:
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """Containers and leaves of a sample. Two samples of equal layout differ in values alone."""
+    """Containers and leaves of a sample. Samples of equal layout differ only in values."""
 
     structure: _Container | Leaf
     leaves: tuple[Leaf, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the values of a sample take."""
+        """Bytes of the values of a sample."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def build(self, values: Iterator[Any]) -> Any:
-        """A sample with ``values`` for its leaves."""
+        """Return a sample with ``values`` as its leaves."""
         return _built(self.structure, values)
 
     def difference(self, other: SampleLayout) -> str:
-        """How a sample of the layout ``other`` differs from ``dataset[0]``, whose layout this is."""
+        """Return how a sample of layout ``other`` differs from ``dataset[0]``, which has this layout.
+
+        The text continues a sentence that begins with "dataset[i] ".
+        """
         if [leaf.kind for leaf in self.leaves] == [leaf.kind for leaf in other.leaves]:
             for here, there in zip(self.leaves, other.leaves, strict=True):
                 if here != there:
@@ -76,11 +79,11 @@ class SampleLayout:
 
 
 def taken_apart(sample: Any) -> tuple[SampleLayout, list[Any]]:
-    """The layout of ``sample`` and the values of its leaves, in order.
+    """Return the layout of ``sample`` and the values of its leaves, in order.
 
     Raises:
-        NotCacheable: it holds something else than plain CPU tensors, arrays and numbers in dicts, lists and (named)
-            tuples; the message goes on from "dataset[i] ".
+        NotCacheable: ``sample`` does not consist of plain CPU tensors, arrays and numbers in dicts, lists and (named)
+            tuples. The message continues a sentence that begins with "dataset[i] ".
     """
     leaves: list[Leaf] = []
     values: list[Any] = []
@@ -106,7 +109,7 @@ def _leaf(kind: type, value: Any) -> Leaf:
         if reason is not None:
             raise NotCacheable(f"holds {reason}")
         return Leaf(kind, value.dtype, tuple(value.shape), _order(value.stride()))
-    if kind in (np.ndarray, np.memmap):  # what is in memory is no map of a file any more
+    if kind in (np.ndarray, np.memmap):  # the copy in memory is a plain array
         return Leaf(np.ndarray, _torch_dtype(value.dtype), value.shape, _order(value.strides))
     if isinstance(value, (np.number, np.bool_)):
         return Leaf(kind, _torch_dtype(value.dtype), ())
@@ -120,11 +123,11 @@ def _leaf(kind: type, value: Any) -> Leaf:
 def _why_not_kept(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return why_not_column(tensor)
-    return why_not_column(tensor.unsqueeze(0)[:0])  # a column of no rows: any strides, no dimensions, will do
+    return why_not_column(tensor.unsqueeze(0)[:0])  # without rows, any strides and 0 dimensions pass
 
 
 def _order(strides: tuple[int, ...]) -> tuple[int, ...]:
-    if 0 in strides:  # expanded: there is no such order
+    if 0 in strides:  # an expanded tensor has no such order
         return tuple(range(len(strides)))
     return tuple(sorted(range(len(strides)), key=lambda dim: -abs(strides[dim])))
 

@@ -23,17 +23,18 @@ def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:
 
     torch gives each worker process one seed. So the random numbers of a sample depend on the worker, and on the samples
     that this worker made before. The returned loader gives each sample of an epoch its own seed. The seed comes from
-    the sample's place in the epoch and from one number, which each epoch draws from the loader's generator, else from
-    torch's default generator. The seed is set for the global generators of python, numpy and torch, and for those that
-    the dataset holds. After the sample they are restored. The random numbers of ``collate_fn`` are seeded by batch. A
-    resumed epoch (:meth:`flatout.data.Prefetcher.load_state_dict`) continues with the same samples.
+    the sample's place in the epoch and from one number. Each epoch draws this number from the loader's generator, or
+    else from torch's default generator. The seed is set for the global generators of python, numpy and torch, and for
+    those that the dataset holds. After the sample, these generators are restored. The random numbers of ``collate_fn``
+    are seeded by batch. A resumed epoch (:meth:`flatout.data.Prefetcher.load_state_dict`) continues with the same
+    samples.
 
     With ``persistent_workers`` torch draws one number fewer in later epochs. Two loaders draw the same only if they
     agree in this setting. Loaders that ``optimize`` chooses agree with the user's.
 
     Random numbers from other sources (the operating system, a generator that is created for each sample) are not
-    seeded. A dataset with ``__getitems__`` makes a whole batch with the first sample's seed. Seeding costs about 0.1 ms
-    a sample, and a tenth of that in a worker process.
+    seeded. A dataset with ``__getitems__`` makes a whole batch with the first sample's seed. Seeding takes about 0.1 ms
+    per sample, and a tenth of this time in a worker process.
 
     Args:
         loader: a ``DataLoader`` over a map-style dataset.
@@ -173,11 +174,11 @@ class SeededWorker:
 
 
 def with_workers(loader: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a clone with other settings of its workers, each of which draws other random numbers.
+    """Return a clone with other settings of its workers. Each worker draws other random numbers.
 
     Args:
         loader: as for ``clone_loader``.
-        settings: arguments of ``DataLoader``, with ``num_workers``.
+        settings: arguments of ``DataLoader``, ``num_workers`` included.
     """
     base: Any = base_of(loader)
     copied = () if is_seeded(base) or not settings["num_workers"] else generators_in((base.dataset, base.collate_fn))

@@ -22,8 +22,9 @@ torch uses the first, accelerate and transformers the second, and Hugging Face's
 def shards_of(loader: Any) -> int:
     """Return the number of ranks over which a loader splits its samples by itself; 1 if the number is unknown.
 
-    It is the attribute ``num_replicas`` (torch) or ``num_processes`` (accelerate, transformers) of the loader, of its
-    sampler or batch sampler, or of its iterable dataset. Hugging Face's ``split_dataset_by_node`` counts, too.
+    The number is the attribute ``num_replicas`` (torch) or ``num_processes`` (accelerate, transformers) of the loader,
+    of its sampler or batch sampler, or of its iterable dataset. The ``world_size`` of Hugging Face's
+    ``split_dataset_by_node`` counts, too.
     """
     base = base_of(loader)
     parts = [loader, *parts_of(loader if base is None else base)]
@@ -52,8 +53,8 @@ def why_not_split(loader: Any) -> str:
 class SamplerEpoch:
     """Number of the epoch of a loader that is sharded by a sampler, or dataset, with ``set_epoch`` and ``epoch``.
 
-    Each epoch has the next number. A number that the user sets wins. Nothing happens for any other loader, and in a
-    training on one rank.
+    Each epoch has the next number. A number that the user sets takes precedence. For any other loader, and on a single
+    rank, nothing happens.
 
     Args:
         loader: the user's loader.

@@ -19,10 +19,11 @@ from flatout.distributed.agreement import Agreement
 
 
 def slice_of(samples: int, rank: int, ranks: int) -> tuple[slice, BatchShare]:
-    """Return the samples of one rank in a batch, and its share.
+    """Return the samples of one rank in a batch, and the share of this rank.
 
-    The slices of all ranks are contiguous and in order. Their sizes differ by at most one, the first ranks have the
-    larger ones. A rank without a sample gets a stand-in, the first sample, because it must take part in the step.
+    The slices of all ranks are contiguous and in order. Their sizes differ by at most one, and the first ranks have the
+    larger slices. A rank without a sample gets the first sample as a stand-in, because each rank must take part in the
+    step.
 
     Args:
         samples: number of samples in the batch.
@@ -38,19 +39,20 @@ def slice_of(samples: int, rank: int, ranks: int) -> tuple[slice, BatchShare]:
 def sliced(loader: Any, ranks: Agreement) -> Any:
     """Return a loader whose batches are this rank's slices of the batches of ``loader``.
 
-    Iterated by a ``Prefetcher`` or an ``InMemoryLoader``, all ranks draw the order of rank 0, which draws as one
-    process would. Then the beginning of each epoch is a collective, on the thread that calls ``iter``. Positions count
-    whole batches, so that another number of ranks can resume. Worker processes of different ranks have different seeds.
+    If a ``Prefetcher`` or an ``InMemoryLoader`` iterates the loaders, all ranks have the order of rank 0. Rank 0 draws
+    as one process would. The beginning of each epoch is then a collective, on the thread that calls ``iter``. Positions
+    count whole batches, so that another number of ranks can resume. Worker processes of different ranks have different
+    seeds.
 
-    A plain ``DataLoader`` over a map-style dataset loads this rank's samples only. Of a list of batches, and of any
-    other loader, every rank loads the whole batch, with the random numbers of rank 0, and keeps its slice.
+    A plain ``DataLoader`` over a map-style dataset loads this rank's samples only. With a list of batches, or any other
+    loader, every rank loads the whole batch, with the random numbers of rank 0, and keeps its slice.
 
     Args:
         loader: the same loader on all ranks, which yields the samples of all.
         ranks: all ranks. For a single one, ``loader`` itself is returned.
 
     Raises:
-        ValueError: this loader cannot be sliced. The message says why (see :func:`why_not_sliced`).
+        ValueError: the loader cannot be sliced. The message says why (see :func:`why_not_sliced`).
     """
     if ranks.size == 1 or hasattr(loader, SLICED_FROM):
         return loader
@@ -58,7 +60,7 @@ def sliced(loader: Any, ranks: Agreement) -> Any:
         raise ValueError(reason)
     if not is_plain(loader) or loader.batch_sampler is None or isinstance(loader.dataset, MapDataPipe):
         return SlicedLoader(loader, ranks)
-    # In another order of batches, the slices of the ranks would be of different batches.
+    # With in_order=False, ranks could take slices of different batches in the same step.
     made = clone_loader(loader, batch_sampler=SlicedBatches(loader.batch_sampler, ranks), in_order=True)
     vars(made)[SLICED_FROM] = loader
     if hasattr(loader, SEEDED_FROM):
@@ -69,8 +71,8 @@ def sliced(loader: Any, ranks: Agreement) -> Any:
 def why_not_sliced(loader: Any) -> str:
     """Return the reason why a loader cannot be sliced; empty if it can.
 
-    Some loaders split their samples over the ranks (:func:`flatout.data.sharding.shards_of`). They stay as they are,
-    and their batch size is that of one rank. An iterable dataset must split its samples.
+    Loaders that split their samples over the ranks (:func:`flatout.data.sharding.shards_of`) are not sliced. Their
+    batch size is that of one rank. An iterable dataset must split its samples.
     """
     shards = shards_of(loader)
     return f"the loader splits its samples over {shards} ranks itself" if shards > 1 else why_not_split(loader)
@@ -85,7 +87,7 @@ def slices_of(loader: Any) -> SlicedBatches | None:
 class SlicedBatches:
     """Batch sampler that yields this rank's slices of the batches of another sampler.
 
-    Iterated alone, it draws the order from the generators of its process. :class:`SlicedOrder` has the order of rank 0.
+    A plain iteration draws the order from the generators of this process. :class:`SlicedOrder` has the order of rank 0.
 
     Args:
         sampler: the batch sampler of the user.
@@ -115,7 +117,7 @@ class SlicedBatches:
 
 
 class SlicedOrder:
-    """Order of this rank's slices. Its positions are those of whole batches.
+    """Order of this rank's slices. Positions are those of whole batches.
 
     Args:
         whole: the order of whole batches.
@@ -198,7 +200,7 @@ class SlicedLoader(Forwarding):
 
     @property
     def loader(self) -> Any:
-        """The loader of whole batches."""
+        """Loader of whole batches."""
         return self.sliced_from
 
     @property

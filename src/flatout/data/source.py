@@ -62,7 +62,7 @@ class Epoch:
 
     Args:
         batches: yields the batches.
-        closes: close ``batches`` at the end. False for an iterator that is the loader itself.
+        closes: True to close ``batches`` at the end. False for an iterator that is the loader itself.
 
     Attributes:
         share: share of this rank in the last batch; None if the loader is not sliced.

@@ -1,4 +1,4 @@
-"""Sources of each kind of loader. ``source_of`` chooses the kind."""
+"""Sources for each kind of loader. ``source_of`` chooses the kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in memory that processes share, each written once."""
+"""Rows in memory that several processes share. Each row is written once."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LONGEST_NOTE = 511  # bytes
 
 
 class SharedBytes:
-    """Zeroed memory that this process shares with those that it forks or starts, until the last of them lets go.
+    """Zeroed memory that this process shares with the processes that it forks or starts. The last user frees it.
 
-    A process that is being started by ``multiprocessing`` gets the same memory with its pickle; any other pickle, and
-    a deep copy, is fresh zeroed memory of the same size. On Linux memory is taken as it is written to, and a limit on
-    /dev/shm does not bound it.
+    A process that ``multiprocessing`` starts gets the same memory with its pickle. Any other pickle, and a deep copy,
+    is new zeroed memory of the same size. On Linux, a page takes memory when it is first written, and the limit of
+    /dev/shm does not apply.
 
     Args:
         size: bytes.
 
     Raises:
-        OSError: there is no such memory.
+        OSError: the memory cannot be allocated.
     """
 
     tensor: Tensor
@@ -83,19 +83,21 @@ def _of_tensor(tensor: Tensor) -> SharedBytes:
 
 
 class Table:
-    """Samples of one layout, leaf by leaf in columns, in :class:`SharedBytes`; pickles as these do.
+    """Samples of one layout in :class:`SharedBytes`, with one column for each leaf.
 
-    A row is written by one process, once, and is not to be had before it is whole.
+    A pickle contains the memory as a pickle of ``SharedBytes`` does.
+
+    One process writes a row, once. A row cannot be read before it is complete.
 
     Args:
-        layout: of every sample.
-        rows: their number.
+        layout: layout of every sample.
+        rows: number of samples.
 
     Attributes:
         columns: tensors ``[rows, *shape]``, one per leaf.
 
     Raises:
-        OSError: there is no memory to share.
+        OSError: the shared memory cannot be allocated.
     """
 
     def __init__(self, layout: SampleLayout, rows: int) -> None:
@@ -106,7 +108,7 @@ class Table:
         self._memory = SharedBytes(self._ends[-1])
         self._lay_out()
 
-    @torch.inference_mode(False)  # views made in that mode could be written to in no other
+    @torch.inference_mode(False)  # views from inference mode cannot be written outside of it
     def _lay_out(self) -> None:
         memory = self._memory.tensor
         self._flags = memory[: self.rows]
@@ -121,7 +123,7 @@ class Table:
         ]
         self._states = _host.RowStates(memory.data_ptr(), self.rows + 1, memory)  # one more, for the note
         self.has = self._states.is_complete
-        """Whether a row can be taken."""
+        """Function of a row's index that returns True if the row is complete."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in ("layout", "rows", "_ends", "_memory")}
@@ -131,15 +133,15 @@ class Table:
         self._lay_out()
 
     def missing(self) -> list[int]:
-        """Rows that nobody has begun to write."""
+        """Return the rows that no process has begun to write."""
         return (self._flags == 0).nonzero().flatten().tolist()
 
     def put(self, row: int, values: list[Any]) -> None:
-        """Write a row, unless it has been or is being written.
+        """Write a row, unless a process has written the row or is writing it.
 
         Args:
-            row: its index.
-            values: of the leaves of a sample that has the table's layout.
+            row: index of the row.
+            values: leaves of a sample that has the table's layout.
         """
         if not self._states.claim(row):
             return
@@ -155,11 +157,11 @@ class Table:
         self._states.complete(row)
 
     def take(self, row: int) -> Any:
-        """The sample of a row that the table has, in memory of its own."""
+        """Return a copy of the sample in a complete row."""
         return self.layout.build(map(_taken, self.layout.leaves, self.columns, self._arrays, itertools.repeat(row)))
 
     def holds(self, row: int, values: list[Any]) -> bool:
-        """Whether the leaves of a row are ``values``, bit for bit."""
+        """Return True if the leaves of a row equal ``values`` bit for bit."""
         return all(
             _bits(column[row]) == _bits(value) if array is None else _raw(array[row]) == _raw(value, array.dtype)
             for column, array, value in zip(self.columns, self._arrays, values, strict=True)
@@ -167,13 +169,13 @@ class Table:
 
     @property
     def note(self) -> str | None:
-        """What has been noted by any of the processes; ``None`` if nothing."""
+        """Note that one of the processes has left; ``None`` if there is no note."""
         if not self.has(self.rows):
             return None
         return self._note.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def leave_note(self, text: str) -> bool:
-        """Note ``text``, for all processes; False if there is a note already."""
+        """Leave a note for all processes. Return False if there is a note already."""
         if not self._states.claim(self.rows):
             return False
         encoded = np.frombuffer(text.encode()[:_LONGEST_NOTE], np.uint8)

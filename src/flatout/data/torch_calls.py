@@ -165,7 +165,7 @@ def _caller(frame: FrameType) -> Any:
 
 
 def _is_own(frame: FrameType) -> bool:
-    """Return whether a frame runs the user's code, which is typed in or not installed."""
+    """Return True if a frame runs the user's code: in a notebook or prompt, or in a file that is not installed."""
     package = str(frame.f_globals.get("__name__", "torch")).partition(".")[0]  # torch.fx gives no name
     return package not in _LIBRARIES and not _INSTALLED.search(frame.f_code.co_filename)
 

@@ -269,7 +269,7 @@ class TorchCopier:
         return source if direct else torch.empty_like(source, pin_memory=True).copy_(source)
 
     def close(self) -> None:
-        """Nothing to end: torch's copies have no thread."""
+        """Do nothing, because torch's copies have no thread."""
 
 
 class _TorchCopy(_CudaCopy):
@@ -305,4 +305,4 @@ class DirectCopier:
         return _Copy(batch, [source.to(self._device) for source in tensors_of(batch)])
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""``tune``: the worker processes of a ``DataLoader`` that keep up with a step, found by trying."""
+"""``tune``: number and settings of a ``DataLoader``'s worker processes, found by measurement."""
 
 from __future__ import annotations
 
@@ -21,47 +21,50 @@ from flatout.data.rate_trials import LOOK, PREFETCH, STROLL, Trials, Try
 from flatout.data.seeding import with_workers
 
 SECONDS = 3.0
-"""What finding out may take."""
+"""Default time limit of a search."""
 _MOST_WORKERS = 64
 _BEYOND = 10_000
-"""More workers than there can be."""
+"""Limit of estimates, above any possible number of workers."""
 _ENOUGH = 0.95
-"""Share of the best rate that is good enough for fewer workers; the noise of a short trial."""
+"""Share of the best rate at which fewer workers suffice. The rest is the noise of a short trial."""
 _HEAD_ROOM = 1.1
-"""What is tried first is this much faster than the step: a queue that is served just in time runs empty."""
+"""Factor of an estimated rate over the rate of steps, because a queue that fills just in time runs empty."""
 _DEEPEST = 8
-"""The most batches ahead per worker that are tried."""
+"""Largest number of batches ahead per worker in trials, unless the loader has more."""
 _STALL = 0.05
 """Share of the time that steps may wait."""
 _WORKER_BYTES = 256 * 2**20
-"""Memory of a worker process before one was measured: what importing torch afresh takes; a fork takes less."""
+"""Assumed memory of a worker process before a measurement: that of an import of torch. A fork takes less."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True, repr=False)
 class Tuned(Described):
-    """What :func:`tune` found."""
+    """Result of :func:`tune`."""
 
     loader: DataLoader
-    """The user's own, or a clone with other settings."""
+    """Loader of the user, or a clone with other settings."""
     workers: int
     prefetch_factor: int | None
     """Batches ahead per worker; None without workers, as in ``DataLoader``."""
     persistent: bool
-    """Workers live on from epoch to epoch."""
+    """True if workers stay alive from epoch to epoch."""
     start_method: str | None
-    """How workers start, where the loader's own way failed and another did not; None: the loader's own way."""
+    """Start method of workers, if that of the loader failed and this one worked. None: that of the loader."""
     start_seconds: float
-    """From ``iter`` to the first batch: what every epoch begins with, unless workers are persistent."""
+    """Seconds from ``iter`` to the first batch, in every epoch unless workers are persistent."""
     step_time: float
-    """Seconds of the step that was tuned for."""
+    """Seconds of the training step without loading."""
     stall: float | None
-    """Share of the time that steps wait for their batch; None where a trial at the step's pace was not to be had."""
+    """Share of the time that steps wait for their batch; None if it was not measured.
+
+    Without workers, the share follows from the times of a batch and a step.
+    """
     busy: float
     """Share of a core that loading keeps busy in one process."""
     tries: tuple[Try, ...]
     reason: str
-    """Why this and no other, in one sentence."""
+    """Reason for the choice, in one sentence."""
 
     def _facts(self) -> dict[str, str]:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
@@ -69,7 +72,7 @@ class Tuned(Described):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of ``DataLoader`` that make ``loader`` out of the user's: plain values, fit for JSON."""
+        """Arguments of ``DataLoader`` that turn the user's loader into ``loader``, as values for JSON."""
         settings: dict[str, Any] = {"num_workers": self.workers}
         if self.workers:
             settings |= {"prefetch_factor": self.prefetch_factor, "persistent_workers": self.persistent}
@@ -87,36 +90,40 @@ class Tuned(Described):
 def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS, is_warm: bool = False) -> Tuned:
     """Find the fewest workers, and the fewest batches ahead of each, with which no step waits for its batch.
 
-    Loaders are tried over batches of indices from the user's sampler, one stream through all trials so that none
-    finds its files in memory because an earlier one has read them; samplers and generators are put back. With
-    ``num_workers=0`` loading and step take turns; workers load while the step runs, and are chosen only where that
-    was measured to be faster. Their number is bounded by the physical cores that this process may use (affinity and
-    quota of a container included), divided by the share of a core that loading keeps busy: waiting for a disk or a
-    network takes more workers than decoding does. And it is bounded by half of what memory and /dev/shm have left.
+    Trials load batches of indices from the user's sampler. All trials share one stream of indices, so that no trial
+    finds files in memory that an earlier one has read. Samplers and generators are restored. With ``num_workers=0``,
+    loading and steps take turns. Workers load while the step runs. They are chosen only if this was measured to be
+    faster.
 
-    Where workers are fast enough on average, they are run once more at the step's pace. If steps wait then, because
-    batch times vary, ``prefetch_factor`` is doubled while that helps. Workers are persistent where starting them
-    would take more than a twentieth of an epoch, unless the dataset has a ``set_epoch``, which living workers would
-    not hear. With persistent workers torch draws their seed from the loader's generator in the first epoch only: a
-    shuffled loader's later epochs have other orders than without, as random.
+    Two limits apply to the number of workers. The first is the number of available physical cores, divided by the share
+    of a core that loading keeps busy. Affinity and the quota of a container limit the available cores. A loader that
+    waits for a disk or a network may have more workers than one that decodes. The second limit is half of the free
+    memory, and half of the free space in /dev/shm.
 
-    The start method is the loader's own, else the platform's: it changes how long a start takes and what is safe, not
-    the rate. Forking is never replaced: other methods import the user's main script anew. Where the platform's
-    default has to pickle a dataset that cannot be pickled, Linux can fork. Where no worker can load (a dataset that
-    uses CUDA cannot in a fork), there are none.
+    If there is time, the chosen workers run again at the pace of the step. If they are fast enough on average and steps
+    still wait, batch times vary. Then ``prefetch_factor`` is doubled while this helps. Workers are persistent if those
+    of ``loader`` are, or if their start would take more than a twentieth of an epoch. They do not become persistent for
+    a dataset with ``set_epoch``, because living workers do not receive the call. With persistent workers, torch draws
+    their seed from the loader's generator only in the first epoch. So a shuffled loader has other random orders in
+    later epochs.
+
+    The start method is that of the loader, else that of the platform. It affects the time of the start and safety, but
+    not the rate. Fork is never replaced, because other methods import the user's main script again. If the default of
+    the platform fails to pickle the dataset, workers are forked on Linux. If no worker can load, no workers are chosen.
+    An example is a dataset that uses CUDA, in a forked process.
 
     Args:
         loader: a ``DataLoader`` over a map-style dataset, with torch's own samplers.
-        step_time: seconds of one training step without loading; 0: as fast as can be.
-        budget: seconds to spend; a dataset so slow that one trial takes longer is measured over fewer batches.
+        step_time: seconds of one training step without loading. 0: find the highest rate.
+        budget: seconds to spend. If one trial of a slow dataset takes longer, fewer batches are measured.
         is_warm: True if this process has loaded batches before. The first slow batch is then timed, too.
 
     Returns:
-        The tuned loader and all that was measured.
+        The tuned loader and all measurements.
 
     Raises:
-        ValueError: ``step_time`` or ``budget`` is negative, or ``loader`` is empty, has workers with a
-            ``worker_init_fn``, or is one whose samples trials would use up.
+        ValueError: ``step_time`` or ``budget`` is negative. Or ``loader`` is empty, has workers with a
+            ``worker_init_fn``, or would lose samples in trials.
     """
     if not step_time >= 0 or not budget >= 0:
         raise ValueError(f"step_time and budget must be >= 0, got {step_time} and {budget}")
@@ -129,7 +136,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS, is_wa
     position = LoaderPosition(loader)
     try:
         with RandomState.capture(loader).restored(), warnings.catch_warnings():
-            # torch warns of more workers than cores: how many are too many is what is being found out.
+            # torch warns of more workers than cores, but trials find out how many workers are too many.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             return _SettingsSearch(Trials(loader, is_warm=is_warm), loader, step_time, budget).run()
     finally:
@@ -143,7 +150,7 @@ class _Bound:
 
 
 class _SettingsSearch:
-    """Which trials to make, and what follows from them."""
+    """Search for the best settings by trials."""
 
     def __init__(self, trials: Trials, loader: DataLoader, step_time: float, budget: float) -> None:
         self._trials = trials
@@ -165,14 +172,14 @@ class _SettingsSearch:
         if chosen.workers:
             ahead, stall = self._depth(chosen)
         if stall is not None and (1 - stall) * self._possible < self._pace(self._tries[0]):
-            # A step cannot begin while its batch is received, and that can take longer than making it.
+            # A step waits while this process receives its batch, which can take longer than making the batch.
             chosen, stall = self._tries[0], None
         return self._tuned(chosen, ahead, stall, why_not)
 
-    # -- how many workers ------------------------------------------------------------------------------------
+    # -- number of workers -----------------------------------------------------------------------------------
 
     def _why_no_workers(self) -> str:
-        """Why not even one need be tried; empty when it is worth it."""
+        """Return why no trial with workers is needed; empty if one is."""
         seconds, bound = self._batch, self._bound()
         if self._trials.device is not None:
             return f"batches are on {self._trials.device} already: another process could not make them there"
@@ -184,7 +191,7 @@ class _SettingsSearch:
         return ""
 
     def _next(self) -> int | None:
-        """Another number to try: more while they bring more, then fewer while they do as well."""
+        """Return the next number to try: more while the rate grows, then fewer while the rate holds. None: stop."""
         most, tried = self._bound().workers, sorted(n for n in self._tries if n)
         if not tried:
             return min(most, self._estimate(self._tries[0]) if self._step_time else own_cores())
@@ -198,20 +205,21 @@ class _SettingsSearch:
         return fewer if below < fewer < fewest else None
 
     def _estimate(self, tried: Try) -> int:
-        """How many workers would keep up, if each loads as fast as those that were tried."""
+        """Estimate how many workers keep up with the step, if each loads as fast as those of a trial."""
         workers = _HEAD_ROOM * max(1, tried.workers) / (tried.batches_per_second * self._step_time)
         return math.ceil(min(workers, _BEYOND))
 
     def _affordable(self) -> int:
-        """How many workers there is time to start and to try."""
+        """Return how many workers there is time to start and to try."""
         start, receive = self._costs()
         left = self._deadline - time.perf_counter() - LOOK - self._batch
         return int(min(left / (start + receive), _BEYOND))
 
     def _costs(self) -> tuple[float, float]:
-        """Seconds of a trial, by worker: to start it, and at most as many to end it; to receive its batches.
+        """Estimate the seconds per worker of a trial: to start and end the worker, and to receive its batches.
 
-        As if more workers were no faster than those of the last trial.
+        The end is assumed to take as long as the start. More workers are assumed to be no faster than those of the last
+        trial.
         """
         last = self._last
         start = max(1e-3, last.start_seconds - self._batch) / last.workers
@@ -227,14 +235,14 @@ class _SettingsSearch:
         return self._tries[next(reversed(self._tries))]
 
     def _fewest(self, numbers: Iterable[int]) -> int:
-        """The fewest of these workers with which steps keep their pace, or lose little of the best that was seen."""
+        """Return the fewest workers with which steps keep their pace, or lose little against the best trial."""
         paces = {n: self._pace(self._tries[n]) for n in sorted(numbers)}
         best, possible = max(paces.values()), self._possible
         enough = _ENOUGH * (possible if best >= _ENOUGH * possible else best)
         return next(n for n, pace in paces.items() if pace >= enough)
 
     def _pace(self, tried: Try) -> float:
-        """Steps per second with such a loader."""
+        """Return the steps per second with a measured loader."""
         seconds = 1 / tried.batches_per_second
         return 1 / (seconds + self._step_time if tried.workers == 0 else max(seconds, self._step_time))
 
@@ -246,7 +254,7 @@ class _SettingsSearch:
         return 1 / self._step_time if self._step_time else math.inf
 
     def _bound(self) -> _Bound:
-        """How many workers the machine can serve, and what it is that sets the limit."""
+        """Return how many workers the machine can serve, and what sets the limit."""
         cores, busy, batch = own_cores(), self._trials.busy, self._trials.batch_bytes
         each = max((t.worker_bytes for t in self._tries.values()), default=0) or _WORKER_BYTES
         shared, memory = free_shared_memory(), available_memory()
@@ -268,7 +276,7 @@ class _SettingsSearch:
         return min(bounds, key=lambda bound: bound.workers)
 
     def _has_time_to_try(self, workers: int) -> bool:
-        """The first number is tried whatever it takes."""
+        """Return True if there is time for a trial. The first number of workers is always tried."""
         last = self._last
         if last.workers == 0:
             return True
@@ -279,7 +287,7 @@ class _SettingsSearch:
         return time.perf_counter() + seconds < self._deadline
 
     def _try(self, workers: int) -> bool:
-        """Try so many; False when they fail."""
+        """Try a number of workers. Return False if they fail."""
         try:
             self._tries[workers] = self._trials.with_workers(workers)
         except Exception as error:
@@ -288,15 +296,15 @@ class _SettingsSearch:
         return True
 
     def _look_twice(self) -> None:
-        """Give loading without workers a second chance: files, and the code itself, were cold in the first."""
+        """Measure loading without workers again, because files and code were cold in the first trial."""
         first = self._tries[0]
         if self._fewest(self._tries) and self._has(LOOK + 2 / first.batches_per_second):
             self._tries[0] = max(first, self._trials.alone(), key=lambda tried: tried.batches_per_second)
 
-    # -- how many batches ahead ------------------------------------------------------------------------------
+    # -- batches ahead ---------------------------------------------------------------------------------------
 
     def _depth(self, chosen: Try) -> tuple[int, float | None]:
-        """The fewest batches ahead per worker with which steps do not wait, and how much they do."""
+        """Return the fewest batches ahead per worker with which steps do not wait, and the share of time they wait."""
         wanted = self._loader.prefetch_factor or PREFETCH
         deepest = min(max(wanted, _DEEPEST), self._deepest(chosen))
         depth = min(wanted, deepest)
@@ -304,7 +312,7 @@ class _SettingsSearch:
         while stall is not None and stall >= _STALL and 2 * depth <= deepest and self._keeps_up(chosen):
             deeper = self._stall(chosen, 2 * depth)
             if deeper is None or deeper > 0.8 * stall:
-                break  # it is something else that steps wait for
+                break  # steps wait for another reason
             depth, stall = 2 * depth, deeper
         return depth, stall
 
@@ -314,14 +322,14 @@ class _SettingsSearch:
         return max(PREFETCH, int((room / batch - 2) / workers)) if batch else _DEEPEST
 
     def _stall(self, chosen: Try, depth: int) -> float | None:
-        """Share of the time that steps of this length wait; None when there is no time to see."""
+        """Measure the share of time that steps wait. Return None if there is no time for the trial."""
         queue = chosen.workers * depth
         fill = queue / chosen.batches_per_second
         if not self._has(chosen.start_seconds + fill + max(STROLL, 2 * queue / self._pace(chosen))):
             return None
         return self._trials.paced(chosen.workers, depth, self._step_time, fill, at_least=2 * queue)
 
-    # -- what comes out --------------------------------------------------------------------------------------
+    # -- result ----------------------------------------------------------------------------------------------
 
     def _tuned(self, chosen: Try, ahead: int, stall: float | None, why_not: str) -> Tuned:
         loader, workers = self._loader, chosen.workers
@@ -345,7 +353,10 @@ class _SettingsSearch:
         return replace(tuned, loader=loader, stall=stall, reason=self._reason(tuned, chosen, why_not))
 
     def _is_to_persist(self, chosen: Try) -> bool:
-        """Workers that live on save their start, not the first batch; and they see the dataset as it was then."""
+        """Return True if workers should stay alive between epochs.
+
+        This saves their start, but not the first batch of an epoch. Living workers keep an old copy of the dataset.
+        """
         epoch = length_of(self._loader) / self._pace(chosen)
         start = chosen.start_seconds - self._batch
         changes = hasattr(self._loader.dataset, "set_epoch")

@@ -1,1 +1,1 @@
-"""Training on several devices: process group, agreement of all ranks, and data-parallel models."""
+"""Training on several devices, with process groups, agreement of all ranks, and data-parallel models."""

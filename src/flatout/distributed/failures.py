@@ -1,4 +1,4 @@
-"""Failures of single ranks: every rank names the first failure and ends, also if it is blocked in a collective."""
+"""Handling of failures of single ranks. Every rank names the first failure and ends, even in a blocked collective."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from flatout.core.timers import after
 from flatout.distributed.agreement import LostRank, RankFailure
 
 _INTERVAL = 0.5
-"""Seconds between two looks into the store."""
+"""Seconds from one check of the store to the next."""
 
 _PATIENCE = 2 * _INTERVAL + 0.1
-"""Seconds in which a rank that lives looks into the store, and in which all see a failure."""
+"""Seconds in which every running rank checks the store at least once, and so finds a failure."""
 
 _GRACE = 1.0
-"""Seconds for a rank to end by itself after another has failed."""
+"""Seconds in which a rank may end by itself after another rank has failed."""
 
 _CLOSING = 2.0
-"""Seconds for the process group to close after a failure."""
+"""Seconds in which the process group may close after a failure."""
 
 _LEFT = "left"
-"""Entry of ``first`` if rank 0, which keeps the store, ends without a failure."""
+"""Entry of ``first`` if rank 0, which runs the store's server, ends without a failure."""
 
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
 """Pattern of the errors of a collective. Gloo raises them as ``RuntimeError``."""
@@ -48,8 +48,8 @@ class Failure:
 
     Attributes:
         rank: rank that failed.
-        host: machine of the rank.
-        error: first line of the error; empty if the rank has ended without an error of Python.
+        host: name of the rank's machine.
+        error: first line of the error. Empty if the rank has ended without a Python error.
         traceback: traceback of the error.
     """
 
@@ -66,17 +66,18 @@ class Failure:
 
 
 class FailureMonitor:
-    """Monitor of all ranks of a group, from ``sys.excepthook`` of each and a thread beside it.
+    """Monitor of all ranks of a group, with a ``sys.excepthook`` and a thread in each rank.
 
-    A rank that fails shows its traceback as usual, and then puts its failure into the group's store. The threads of the
-    other ranks find the failure there. They end their processes, because nothing wakes a rank that is blocked in a
-    collective. A collective fails because another rank has failed. The rank then shows that failure instead of its own
-    traceback.
+    A rank that fails shows its traceback as usual, and then writes its failure to the group's store. The threads of the
+    other ranks find the failure in the store. They end their processes, because a rank that is blocked in a collective
+    cannot continue. A collective may fail because another rank has failed. This rank then shows the failure of the
+    other rank instead of its own traceback.
 
     Args:
         group: the default process group.
-        store: store of the group. Each rank connects once more, because calls on a shared connection wait for others.
-        number: number of monitors before this one, equal on all ranks.
+        store: store of the group. Each rank opens another connection, because calls on a shared connection wait for
+            each other.
+        number: number of earlier monitors, equal on all ranks.
 
     Attributes:
         group: the default process group.
@@ -85,7 +86,7 @@ class FailureMonitor:
 
     def __init__(self, group: dist.ProcessGroup | None, store: dist.Store, number: int) -> None:
         self.group = group
-        self._server = store  # lives with the group otherwise, and the script may destroy the group
+        self._server = store  # keeps the store alive if the script destroys the group
         self._store = dist.PrefixStore(f"flatout/failures/{number}", store.clone())
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._host = socket.gethostname()
@@ -119,7 +120,7 @@ class FailureMonitor:
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_in_group = os.getpid() == self._process and dist.group.WORLD is self.group
-        if not is_in_group or not isinstance(error, Exception):  # KeyboardInterrupt is no failure
+        if not is_in_group or not isinstance(error, Exception):  # KeyboardInterrupt is not a failure
             self._show(kind, error, trace)
             return
         self.has_failed = True
@@ -138,7 +139,12 @@ class FailureMonitor:
             _record(error, trace)
 
     def _lost(self) -> Failure | None:
-        """Wait for the failure of another rank. Without one, return a rank that no longer looks into the store."""
+        """Wait for the failure of another rank.
+
+        Returns:
+            The failure of a rank that no longer checks the store, or of rank 0 if the store has ended. None if another
+                failure is in the store, or if all ranks still check it.
+        """
         try:
             before = self._looks()
             if self._is_known.wait(_PATIENCE):
@@ -179,7 +185,7 @@ class FailureMonitor:
             _end()
 
     def _explain(self) -> None:
-        """Show the first failure, once, and its traceback on the first rank of another machine."""
+        """Print the first failure once. Rank 0 also prints its traceback, if the failed rank is on another machine."""
         first = self._first
         if first is None or not self._is_shown.acquire(blocking=False):
             return
@@ -187,7 +193,7 @@ class FailureMonitor:
         say(f"rank {self._rank} ends: {first}" + (f"\n{first.traceback}" if is_elsewhere else ""))
 
     def _wait_for_others(self) -> None:
-        """Keep the store until no other rank uses it."""
+        """Keep the store alive until no other rank uses it, for a limited time."""
         self._publish(None)
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline and self._store.add(_LEFT, 0) < self._size:
@@ -201,7 +207,7 @@ _number = 0
 def watch(group: dist.ProcessGroup | None) -> None:
     """Monitor the ranks of the default process group, until the group or the process ends.
 
-    All ranks must call this together. Does nothing if the group is monitored already, or has no ``TCPStore``.
+    All ranks must call this together. Nothing happens if the group is monitored already, or has no ``TCPStore``.
     """
     global _monitor, _number
     if _monitor is not None:
@@ -219,7 +225,7 @@ def watch(group: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limit the time of a block after a failure of this rank: closing a group can wait for a lost rank."""
+    """Limit the time of a block after a failure of this rank. To close a group, torch may wait for a lost rank."""
     if _monitor is None or not _monitor.has_failed:
         yield
         return
@@ -228,7 +234,7 @@ def limited() -> Iterator[None]:
 
 
 def _is_of_another_rank(error: BaseException | None) -> bool:
-    """Return True if an error can be the effect of another rank's failure."""
+    """Return True if another rank's failure may be the cause of an error."""
     while error is not None:
         if isinstance(error, (LostRank, dist.DistError)):
             return True
@@ -241,7 +247,7 @@ def _is_of_another_rank(error: BaseException | None) -> bool:
 
 
 def _record(error: BaseException, trace: TracebackType | None) -> None:
-    """Write torchrun's error file, so that its summary shows the error, if ``@record`` has not written the file."""
+    """Write torchrun's error file, so that torchrun's summary shows the error. An existing file stays."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or os.path.exists(file):
         return

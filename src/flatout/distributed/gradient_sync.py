@@ -27,7 +27,7 @@ from flatout.distributed.step_clock import StepClock
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 << 20
-"""Bytes of gradients that one all-reduce averages: the default of DDP."""
+"""Bytes of gradients that one all-reduce averages, as DDP's default."""
 
 EQUAL_BUCKETS = {"cpu": BUCKET_BYTES}
 """Bytes of every bucket, by type of device. On other devices the first bucket of a backward has 1 MiB, as in DDP.
@@ -37,7 +37,7 @@ The all-reduce of a small first bucket begins early in the backward. On a CPU it
 
 
 class UnusedParameters(RuntimeError):
-    """Other parameters got a gradient in a backward than DDP expects."""
+    """Error of a backward in which other parameters got a gradient than DDP expects."""
 
 
 class _Call(nn.Module):
@@ -61,7 +61,7 @@ class GradientSync:
     :meth:`averaged` pays it with zeros. After that, :meth:`reset` on all ranks makes the next step possible.
 
     Args:
-        modules: the trained modules, on the device of this rank. Their parameters and buffers become those of rank 0.
+        modules: the trained modules, on the device of this rank. Rank 0 broadcasts their parameters and buffers.
         ranks: agreement of all ranks.
         clock: measures the steps of this rank.
 
@@ -69,8 +69,8 @@ class GradientSync:
         options: options of the reducer. The next call of ``run`` or ``refresh`` applies a change.
         is_inside: True while a call inside ``run`` or ``alone`` runs.
         clock: the argument.
-        finds_unused: True if a parameter may get no gradient in a step. This costs a walk through the graph, unless the
-            graph is static.
+        finds_unused: True if a parameter may get no gradient in a step. DDP then searches the graph, unless the graph
+            is static.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
@@ -85,7 +85,8 @@ class GradientSync:
         self._ddp: Any = None
         self._made_for: tuple[ReducerOptions, bool] | None = None
         self._steps = 0  # complete steps of this DDP
-        self._first: int | None = None  # number of the step's first all-reduce; None before the forward
+        self._first: int | None = None  # number of the step's first all-reduce, or None before the forward
+        self._launches: int | None = None  # all-reduces of a step, or None while their number may still change
         self._make(broadcasts=True)
 
     def _make(self, *, broadcasts: bool = False) -> None:
@@ -102,8 +103,9 @@ class GradientSync:
             static_graph=options.static_graph,
         )
         if options.is_compressed:
-            self._ddp.register_comm_hook(self._group, bf16_compress_hook)
-        self._made_for, self._strides, self._steps = made_for, self._present_strides, 0
+            # In a build without CUDA, DDP refuses torch's hook by its name, though gloo averages bfloat16 (torch 2.13).
+            self._ddp.register_comm_hook(self._group, lambda group, bucket: bf16_compress_hook(group, bucket))
+        self._made_for, self._strides, self._steps, self._launches = made_for, self._present_strides, 0, None
 
     @property
     def _wanted(self) -> tuple[ReducerOptions, bool]:
@@ -186,17 +188,26 @@ class GradientSync:
         with self.alone():
             return ddp(begun)
 
-    def loss(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Run ``run`` with a function that returns the loss. The clock marks the end of this rank's own backward."""
-        loss = self.run(call, *args)
-        if loss.requires_grad:
-            # The callbacks of a backward run after it, in the order in which they were queued: before those of DDP.
-            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self.clock.ready))
-        return loss
+    def when_certain(self, loss: Tensor, then: Callable[[], None]) -> None:
+        """Call a function when a backward can no longer fail on this rank, or never.
+
+        This moment is the end of this rank's own backward, which the clock marks. After it, DDP only waits for the
+        other ranks, and copies gradients.
+        """
+
+        def ready() -> None:
+            self.clock.ready()
+            if self._first is not None and self._launched - self._first == self._launches:
+                then()
+
+        if loss.grad_fn is not None:
+            # The callbacks of a backward run after it, in the order in which they were queued. So this callback runs
+            # before the callbacks of DDP.
+            loss.grad_fn.register_prehook(lambda _: Variable._execution_engine.queue_callback(ready))
 
     @property
     def _launched(self) -> int:
-        """Number of collectives that this rank has launched in the group, which nothing but DDP uses in a step."""
+        """Number of collectives that this rank has launched in the group. In a step, only DDP uses the group."""
         return self._backend._get_sequence_number_for_group()
 
     def _current(self) -> Any:
@@ -237,7 +248,10 @@ class GradientSync:
             if self.options.static_graph and "training graph has changed" in str(error):
                 raise UnusedParameters("the parameters that get gradients have changed") from error
             raise
-        self._steps += self._first is not None
+        if self._first is not None:
+            if self._launches is None and self.steps_to_settle == 0 and not self.finds_unused:
+                self._launches = self._launched - self._first
+            self._steps += 1
 
     @property
     def _is_complete(self) -> bool:
@@ -261,7 +275,8 @@ class GradientSync:
         if self._first is None or self._is_complete:
             return
         reducer, launched = self._ddp.reducer, self._launched - self._first
-        # The first backward of a static graph ends with all of its all-reduces, after that of the used parameters.
+        # In the first backward of a static graph, all all-reduces come at the end. The first one is the all-reduce of
+        # the used parameters.
         if self.options.static_graph and self._steps == 0:
             if launched == 0:
                 self._ddp._match_unused_params_allreduce()
@@ -269,7 +284,7 @@ class GradientSync:
         try:
             zeros = reducer._get_zeros_like_grad_buckets()
         except RuntimeError as error:
-            raise OutOfStep(f"no memory is left to complete the step on the other ranks: {error}") from error
+            raise OutOfStep("no memory is left to complete the step on the other ranks") from error
         means = [reducer._run_comm_hook(bucket) for bucket in zeros[launched:]]
         if self._searches_graph and launched <= len(zeros):
             self._ddp._match_unused_params_allreduce()
@@ -277,7 +292,7 @@ class GradientSync:
             mean.wait()
 
     def reset(self) -> None:
-        """Forget a step that failed on some rank. All ranks must call this, before their next ``run``.
+        """Discard a step that failed on some rank. All ranks must call this, before their next ``run``.
 
         The next step has a new DDP, since its all-reduces may still write to the buckets of this one.
         """
@@ -286,7 +301,8 @@ class GradientSync:
     def reduce(self) -> None:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
 
-        A parameter without a gradient on some ranks counts as zeros there. Without one on any rank, it stays so.
+        A parameter without a gradient on some ranks counts as zeros there. A parameter without a gradient on all ranks
+        gets none.
 
         Raises:
             RankFailure: a rank failed, for example out of memory. No rank has changed a gradient that it had.
@@ -294,7 +310,8 @@ class GradientSync:
         parameters = trained_parameters(self._modules)
         while True:
             has_gradient = bytes(p.grad is not None for p in parameters)
-            # Agreed on the host, so that nothing waits for a GPU. Nothing is allocated after the first collective.
+            # The ranks agree on the host, so that no rank waits for a GPU. No memory is allocated after the first
+            # collective.
             with self._ranks.attempt() as message:
                 flats = [
                     (grads, torch.cat([grad.reshape(-1) for grad in grads]).div_(self._ranks.size))
@@ -315,13 +332,13 @@ class GradientSync:
         self.broadcast_buffers()
 
     def broadcast_buffers(self) -> None:
-        """Make the buffers of all ranks those of rank 0, as every call inside ``run`` does first."""
+        """Broadcast the buffers of rank 0 to all ranks, as every call inside ``run`` does first."""
         buffers = list(nn.ModuleList(self._modules).buffers())
         if buffers:
             dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
 
     def relative(self, weight: Tensor) -> Tensor:
-        """Return a weight relative to its mean over all ranks, 0-dim; 1 if all weights are 0."""
+        """Return a weight relative to its mean over all ranks, 0-dim, or 1 if all weights are 0."""
         mean = self.mean(weight)
         return torch.where(mean == 0, torch.ones_like(mean), weight / mean)
 

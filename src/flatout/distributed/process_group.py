@@ -1,4 +1,8 @@
-"""Process groups: the default group, made under ``torchrun`` if the script has none, and a gloo group beside it."""
+"""Process groups of flatout.
+
+Under ``torchrun``, flatout makes the default group if the script has none. It also makes groups for agreement and for
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,16 @@ from flatout.distributed import failures
 from flatout.distributed.agreement import TIMEOUT
 
 _LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of torchrun, and of other launchers of torch's convention."""
+"""Environment variables of torchrun, and of other launchers that follow torch's convention."""
 
 _is_joined = False
 _default: Any = None
 _beside: dict[str, Any] = {}
-"""Groups of all ranks beside the default group ``_default``, by their use."""
+"""Groups of all ranks in addition to the default group ``_default``, by their use."""
 
 
 def group_size() -> int:
-    """Return the number of processes in the default process group; 1 without a group."""
+    """Return the number of processes in the default process group, or 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -39,23 +43,24 @@ def is_launched() -> bool:
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank: ``cuda:LOCAL_RANK``, modulo the visible devices; the CPU without a GPU.
+    """Return the device of this rank, which is ``cuda:LOCAL_RANK`` modulo the visible devices, or the CPU.
 
-    A launcher that sets no ``LOCAL_RANK`` starts as many ranks as devices on each machine, in the order of ``RANK``.
+    Without ``LOCAL_RANK``, the number is ``RANK``. The launcher is then expected to start as many ranks as devices on
+    each machine, in the order of ``RANK``.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK") or os.environ.get("RANK", "0")
-    # With `torchrun --virtual-local-rank`, each rank sees one device.
+    # With `torchrun --virtual-local-rank`, only one device is visible in each rank.
     return torch.device("cuda", int(number) % torch.cuda.device_count())
 
 
 def join(device: torch.device, timeout: timedelta = TIMEOUT) -> None:
-    """Make the default process group from the launcher's variables: NCCL for a CUDA device, gloo otherwise.
+    """Make the default process group from the launcher's variables, with NCCL for a CUDA device, else with gloo.
 
-    The group ends with the process, and all ranks end if one fails. Does nothing if a group exists.
+    The group ends with the process, and all ranks end if one fails. Nothing happens if a group exists.
 
-    After ``torchrun --max-restarts``, the store of the agent still holds the addresses of the last attempt (torch 2.14,
+    After ``torchrun --max-restarts``, the agent's store still has the addresses of the last attempt (torch 2.14,
     pytorch #135712). So the keys of this group begin with the number of the restart.
 
     Args:
@@ -104,8 +109,8 @@ def _leave() -> None:
 def control_group() -> dist.ProcessGroup:
     """Return a gloo group of all ranks for agreement on host values. All ranks must call this together.
 
-    Even if the default group is on gloo, the agreement has its own group, because a collective of a failed rank would
-    be paired with any other of the same size.
+    The agreement has its own group, even if the default group uses gloo. In a shared group, gloo would match a
+    collective of a failed rank with any other collective of the same size.
     """
     return _group_beside("control", "gloo")
 
@@ -113,14 +118,14 @@ def control_group() -> dist.ProcessGroup:
 def gradient_group() -> dist.ProcessGroup:
     """Return a group of all ranks for gradients. All ranks must call this together.
 
-    A rank that fails counts the collectives of this group, to know which ones the others still wait for. So the
-    collectives of the model and of the script must have another group.
+    A rank that fails counts the collectives of this group, to find the collectives that the others still wait for. So
+    the collectives of the model and of the script must use another group.
     """
     return _group_beside("gradients", None)
 
 
 def _group_beside(use: str, backend: str | None) -> dist.ProcessGroup:
-    """Return the group for a use. Without a backend, it has those of the default group."""
+    """Return the group for a use. If ``backend`` is None, the group has the backends of the default group."""
     global _default
     if _default is not dist.group.WORLD:
         _default = dist.group.WORLD

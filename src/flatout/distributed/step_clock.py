@@ -1,4 +1,4 @@
-"""Times of one rank in a step: waiting for its batch, computing its gradients, and waiting for those of all ranks."""
+"""Times of one rank in a step, to wait for its batch, to compute its gradients, and to wait for all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ TIMES = 4
 class StepClock:
     """Clock of one rank's steps.
 
-    A rank that is slow makes all others wait in their backward, where it cannot be told from a slow network. So the
-    time until this rank has its own gradients is measured apart from the time after it.
+    A slow rank makes all others wait in their backward. There, a slow rank and a slow network look the same. So the
+    time until this rank has its own gradients, and the time after it, are measured separately.
 
-    On a CUDA device, computing and waiting are times between events on the current stream. The host waits for none.
+    On a CUDA device, computing and waiting are times between events on the current stream. The host does not wait for
+    the events.
 
     Args:
         device: the device of this rank.
@@ -55,7 +56,7 @@ class StepClock:
         self._begun, self._ready = self._now(), None
 
     def ready(self) -> None:
-        """Mark that this rank has computed all gradients of the batch. Later marks count for nothing."""
+        """Mark that this rank has computed all gradients of the batch. Later marks are ignored."""
         if self._ready is None:
             self._ready = self._now()
 
@@ -74,7 +75,7 @@ class StepClock:
     def take(self) -> list[float]:
         """Return the number of steps since the last call, and their seconds of loading, computing and waiting.
 
-        Steps that a CUDA device has not finished count in a later call, except for their loading.
+        A step counts after its end. On a CUDA device it counts when the device has finished it. Loading counts at once.
         """
         loading, self._loading = self._loading, 0.0
         steps, computing, waiting = 0, 0.0, 0.0

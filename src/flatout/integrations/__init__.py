@@ -1,4 +1,4 @@
-"""Thin adapters over :func:`flatout.auto` for frameworks that own the training loop.
+"""Thin adapters of :func:`flatout.auto` for frameworks that run the training loop.
 
 ``flatout.integrations.lightning``, ``.transformers`` and ``.accelerate`` each import their framework. flatout does not
 depend on these frameworks.

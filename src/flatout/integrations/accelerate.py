@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def tuned(accelerator: Accelerator, **options: Unpack[AutoOptions]) -> Iterator[FrameworkTuning]:
-    """Tune the training loop in the block while it trains: ``with tuned(accelerator): ...``.
+    """Tune the training loop inside the block while it trains.
 
-    The accelerator's ``mixed_precision`` stays. At the end of the block, by an error too, model and optimizers are as
-    they were, and the main process shows the report.
+    Write ``with tuned(accelerator): ...``. The accelerator's ``mixed_precision`` does not change. At the end of the
+    block, also after an error, model and optimizers are as before, and the main process shows the report.
 
     Args:
         accelerator: the accelerator that prepared the training.

@@ -1,4 +1,4 @@
-"""Tuning of the trainings that a framework runs, from the beginning of each to its end."""
+"""Tuning of the trainings that a framework runs, from the beginning of each training to its end."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class FrameworkTuning:
 
     @property
     def report(self) -> ScriptReport | None:
-        """Report of the present training, or of the last one; None before the first."""
+        """Report of the present or the last training, or None before the first training."""
         return self._report if self._auto is None else self._auto.report
 
     def begin(self, *, sets_precision: bool, scales_losses: bool = False) -> None:
-        """Tune the training that follows.
+        """Begin to tune the next training.
 
         Args:
-            sets_precision: the framework trains in a precision that its user has chosen, which stays.
-            scales_losses: the framework has a loss scaler, and refuses to clip gradients of optimizers that unscale
-                gradients themselves, as native ones do.
+            sets_precision: True if the user has chosen a precision of the framework. This precision does not change.
+            scales_losses: True if the framework has a loss scaler, and rejects to clip gradients of optimizers that
+                unscale gradients themselves. flatout's native optimizers do so.
         """
         techniques = dict(self._techniques)
         if sets_precision and self._precision == "auto":
@@ -75,7 +75,7 @@ class FrameworkTuning:
         )
 
     def end(self, *, shows_report: bool) -> None:
-        """Undo everything that is kept, and show the report. Does nothing if no training has begun."""
+        """Undo all kept techniques, and show the report. Do nothing if no training has begun."""
         if self._auto is None:
             return
         ended, self._auto = self._auto, None

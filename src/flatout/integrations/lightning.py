@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FULL_PRECISION = "32-true"
-"""Precision of a Trainer that is given none."""
+"""Default precision of a Trainer."""
 
 
 class FlatoutCallback(Callback):
-    """Tunes each ``trainer.fit`` while it trains: ``Trainer(callbacks=[FlatoutCallback()])``.
+    """Callback that tunes each ``trainer.fit`` while it trains.
 
-    The precision of the Trainer stays, unless it is the default, ``"32-true"``. When the fit ends, by an error too,
-    model and optimizers are as they were, and the first rank shows the report.
+    Write ``Trainer(callbacks=[FlatoutCallback()])``. flatout changes the precision only if the Trainer has the default,
+    ``"32-true"``. When the fit ends, also after an error, model and optimizers are as before, and the first rank shows
+    the report.
 
     Args:
         options: ``techniques``, ``precision``, ``deterministic`` and ``plan``, as in :func:`flatout.auto`.
@@ -39,11 +40,11 @@ class FlatoutCallback(Callback):
 
     @property
     def report(self) -> ScriptReport | None:
-        """Report of the present fit, or of the last one; None before the first."""
+        """Report of the present or the last fit, or None before the first fit."""
         return self._tuning.report
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin before the Trainer makes the iterator of its first epoch, so that the loader is seen."""
+        """Begin before the Trainer makes the iterator of its first epoch, so that flatout finds the loader."""
         self._tuning.begin(
             sets_precision=trainer.precision != FULL_PRECISION,
             scales_losses=getattr(trainer.precision_plugin, "scaler", None) is not None,
@@ -56,7 +57,7 @@ class FlatoutCallback(Callback):
         self._end(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End a fit that has trained nothing."""
+        """End a fit without training steps."""
         self._end(trainer)
 
     def _end(self, trainer: Any) -> None:

@@ -25,15 +25,16 @@ FUSED: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.AdamW: optim.AdamW,
     torch.optim.SGD: optim.SGD,
 }
-"""Native class of each optimizer of torch that ``TrainingArguments.optim`` can name."""
+"""Native class for each of torch's optimizers that ``TrainingArguments.optim`` can name."""
 
 
 class FlatoutCallback(TrainerCallback):
-    """Tunes each ``trainer.train`` while it trains: ``Trainer(..., callbacks=[FlatoutCallback()])``.
+    """Callback that tunes each ``trainer.train`` while it trains.
 
-    ``bf16=True`` and ``fp16=True`` of the arguments stay. When the training ends, model and optimizer are as they were,
-    and the first process shows the report. Callbacks do not hear of an error in ``train``. Tuning then lasts until the
-    next ``train``, or until :meth:`undo`.
+    Write ``Trainer(..., callbacks=[FlatoutCallback()])``. ``bf16=True`` and ``fp16=True`` of the arguments do not
+    change. When the training ends, model and optimizer are as before, and the first process shows the report. The
+    Trainer does not call callbacks after an error in ``train``. Tuning then lasts until the next ``train``, or until
+    :meth:`undo`.
 
     Args:
         options: ``techniques``, ``precision``, ``deterministic`` and ``plan``, as in :func:`flatout.auto`.
@@ -47,11 +48,11 @@ class FlatoutCallback(TrainerCallback):
 
     @property
     def report(self) -> ScriptReport | None:
-        """Report of the present training, or of the last one; None before the first."""
+        """Report of the present or the last training, or None before the first training."""
         return self._tuning.report
 
     def undo(self) -> None:
-        """Stop tuning, and turn off everything that is kept, after an error in ``train``."""
+        """Stop tuning, and turn off all kept techniques. Call this after an error in ``train``."""
         self._tuning.end(shows_report=False)
 
     def on_train_begin(
@@ -66,7 +67,7 @@ class FlatoutCallback(TrainerCallback):
 
 
 def fused_optimizer(args: TrainingArguments, **additions: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer that ``args`` name with a native step: ``Trainer(..., optimizer_cls_and_kwargs=...)``.
+    """Return the native form of the optimizer that ``args`` name, for ``Trainer(..., optimizer_cls_and_kwargs=...)``.
 
     Args:
         args: arguments of the Trainer. ``optim`` names AdamW or SGD of torch.

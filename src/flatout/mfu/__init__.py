@@ -1,4 +1,4 @@
-"""Speed of a training loop and its share of the hardware's peak (MFU: model FLOPs utilization)."""
+"""Speed of a training loop, and its share of the hardware's peak, called MFU (model FLOPs utilization)."""
 
 from flatout.core.deprecated import old_names
 from flatout.mfu.counter import MfuCounter

@@ -13,7 +13,7 @@ from flatout.mfu.cost import Call, Cost, Formula, exactly, is_abstract
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Return the number of pairs under ``is_causal``: query i attends to keys 0..i, aligned top-left as in SDPA."""
+    """Return the number of (query, key) pairs under ``is_causal``, where query i attends to keys 0..i, as in SDPA."""
     return _pairs(queries, keys, None, 0)
 
 
@@ -21,7 +21,7 @@ def causal_pairs(queries: int, keys: int) -> int:
 def _pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
     """Return the number of (query, key) pairs in a band.
 
-    Query i attends to the keys i - left .. i + right. None is no bound on that side.
+    Query i attends to the keys i - left .. i + right. None means no bound on a side.
     """
     if left is None and right is None:
         return queries * keys
@@ -52,7 +52,7 @@ def _attended(kept: int, full: int, size: int, value_size: int, backward: bool) 
 
 
 def _sdpa(backward: bool, bottom_right: bool = False) -> Formula:
-    """Return the formula of an SDPA operator: [batch, heads, length, size], with keys that may have fewer heads (GQA).
+    """Return the formula of an SDPA operator on [batch, heads, length, size]. Keys may have fewer heads (GQA).
 
     A mask or bias tensor removes no pair, because the kernels compute every score.
 
@@ -73,7 +73,10 @@ def _sdpa(backward: bool, bottom_right: bool = False) -> Formula:
 
 
 def _packed_attention(backward: bool) -> Formula:
-    """Return the formula of a kernel below SDPA: [batch, length, heads, size], or packed sequences with offsets."""
+    """Return the formula of a kernel that SDPA calls.
+
+    Tensors are [batch, length, heads, size], or packed sequences with offsets.
+    """
 
     def formula(call: Call) -> Cost:
         query, key, value = call["query"], call["key"], call["value"]
@@ -87,7 +90,10 @@ def _packed_attention(backward: bool) -> Formula:
 
 
 def _cudnn_attention(backward: bool) -> Formula:
-    """Return the formula of cuDNN's kernels: packed sequences, or [batch, heads, length, size] without offsets."""
+    """Return the formula of cuDNN's kernels.
+
+    Tensors are packed sequences with offsets, or [batch, heads, length, size] without offsets.
+    """
     packed, plain = _packed_attention(backward), _sdpa(backward)
     return lambda call: (plain if call["cum_seq_q"] is None else packed)(call)
 
@@ -110,10 +116,10 @@ def _lengths(call: Call, query: Tensor, key: Tensor) -> list[tuple[int, int]]:
 
 
 def _band(call: Call, queries: int, keys: int) -> tuple[int | None, int | None]:
-    """Return how many keys before and after its own position a query attends to. None is no bound."""
+    """Return how many keys before and after its own position a query attends to. None means no bound."""
     shift = keys - queries  # flash attention aligns the last query with the last key
     kind = call.get("custom_mask_type")
-    if kind is not None:  # memory-efficient attention: 1 top-left, 2 bottom-right
+    if kind is not None:  # memory-efficient attention, where 1 is top-left and 2 is bottom-right
         at = shift if kind == 2 else 0
         window = call.get("window_size")
         return (window - 1 - at if window else None), (at if kind else None)
@@ -125,7 +131,10 @@ def _band(call: Call, queries: int, keys: int) -> tuple[int | None, int | None]:
 
 
 def flex_attention_cost(args: tuple[Any, ...], backward: bool) -> Cost:
-    """Return the FLOPs of ``flex_attention``: of the kept blocks, or of all pairs if the block mask is abstract."""
+    """Return the FLOPs of ``flex_attention``.
+
+    The kept blocks count. All pairs count if there is no block mask, or if the mask is abstract.
+    """
     query, key, value = args[:3]
     block_mask = next((a for a in args[3:] if isinstance(a, tuple) and len(a) > 10), None)
     (batch, heads, queries, _), keys = query.shape, key.shape[-2]
@@ -142,7 +151,7 @@ def flex_attention_cost(args: tuple[Any, ...], backward: bool) -> Cost:
 
 
 def _encoder_layer(call: Call) -> Cost:
-    """Return the cost of ``nn.TransformerEncoderLayer``'s fast path: self-attention and the feed-forward products."""
+    """Return the cost of ``nn.TransformerEncoderLayer``'s fast path, with self-attention and feed-forward products."""
     matrices = ("qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2")
     return exactly(_fused_block(call, call["src"], call["embed_dim"], matrices))
 

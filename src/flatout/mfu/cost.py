@@ -26,16 +26,16 @@ class Cost:
     again: int = 0
 
     def scaled(self, numerator: int, denominator: int) -> Cost:
-        """Return the cost with ``needed`` reduced to a share."""
+        """Return the cost with ``needed`` reduced to the share ``numerator / denominator``."""
         return Cost(self.needed * numerator // denominator, self.dense, self.again)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator.
+    """Call of an operator.
 
     Attributes:
-        arguments: argument by name of the operator's schema, defaults included.
+        arguments: arguments by their names in the operator's schema, defaults included.
         result: the operator's result.
     """
 
@@ -44,7 +44,7 @@ class Call:
 
     @classmethod
     def of(cls, op: OpOverload, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Call:
-        """Return the call of an operator that took these arguments and gave this result."""
+        """Return the call of an operator with these arguments and this result."""
         names = op._schema.arguments
         arguments = {a.name: a.default_value for a in names if a.has_default_value()}
         arguments.update((a.name, value) for a, value in zip(names, args, strict=False))
@@ -68,5 +68,5 @@ def exactly(flops: int) -> Cost:
 
 
 def is_abstract(tensor: Tensor) -> bool:
-    """Return whether a tensor has a shape but no entries."""
+    """Return True if a tensor has a shape but no entries."""
     return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)

@@ -26,7 +26,7 @@ from flatout.native._host import PHASES, StepCounter
 FORWARD, BACKWARD, UPDATE = map(PHASES.index, ("forward", "backward", "update"))
 
 FlopsPerStep = Callable[[], float | FlopCount | None]
-"""Returns the user's FLOPs of a step, or None if each call is counted."""
+"""Function that returns the user's FLOPs of a step, or None if each call is counted."""
 
 
 def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerStep) -> CountedCalls:
@@ -55,7 +55,7 @@ def count_calls(core: StepCounter, model: nn.Module, flops_per_step: FlopsPerSte
 
 
 class OpenStep:
-    """Step of one thread that has begun and not ended: one or more forwards, then a backward."""
+    """Step of one thread that has begun and not ended. A step has one or more forwards, then a backward."""
 
     def __init__(self, token: Any) -> None:
         self.token = token
@@ -98,11 +98,11 @@ class CountedCalls:
         self.settle()  # no call follows the last step of a deleted model
 
     def are_of(self, module: nn.Module) -> bool:
-        """Return whether the counted calls are the module's."""
+        """Return True if the counted calls belong to the module."""
         return module is self._model()
 
     def counts(self, module: nn.Module) -> bool:
-        """Return whether a call of the module is part of a training step."""
+        """Return True if a call of the module is part of a training step."""
         if not self.are_of(module) or is_counting() or _is_transformed():
             return False
         in_backward = torch._C._current_graph_task_id() != -1
@@ -147,11 +147,11 @@ class CountedCalls:
         return output
 
     def _listen(self, step: OpenStep, output: Any) -> None:
-        """Hook the outputs, to see when a backward reaches them."""
+        """Register hooks on the outputs that show when a backward reaches them."""
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             handle = tensor.register_hook(lambda _: self._going_back(step))
-            if tensor.is_leaf:  # it outlives the step
+            if tensor.is_leaf:  # a leaf lives longer than the step
                 step.leaf_hooks.append(handle)
             if not tensor._is_view():  # a write into a view loses its hooks
                 step.sees_backward = True
@@ -171,7 +171,7 @@ class CountedCalls:
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle an optimizer's step, if the optimizer updates this model.
 
-        An update also ends a step whose backward no hook sees, for example of a model that returns a generator.
+        An update also ends a step whose backward no hook shows, for example of a model that returns a generator.
         """
         step = self._steps.get(threading.get_ident())
         if step is None or step.going_back or (step.sees_backward and not step.went_back):
@@ -200,7 +200,7 @@ class CountedCalls:
         """Remove a thread's step and its hooks.
 
         Returns:
-            False if another thread has already removed it. Then the thread may already have begun another step.
+            False if another thread has already removed the step. The step's thread may then have begun a new step.
         """
         with self._taking:
             if self._steps.get(thread) is not step:
@@ -225,7 +225,7 @@ _listening: weakref.WeakSet[CountedCalls] = weakref.WeakSet()
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether a counter counts the module's calls."""
+    """Return True if a counter counts the module's calls."""
     return any(calls.are_of(module) for calls in list(_listening))
 
 
@@ -245,7 +245,7 @@ def _listen_to_updates() -> None:
 
 
 def _is_transformed() -> bool:
-    """Return whether ``torch.jit.trace`` records the call or ``torch.func`` transforms it."""
+    """Return True if ``torch.jit.trace`` records the call, or ``torch.func`` transforms it."""
     return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 

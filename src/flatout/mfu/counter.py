@@ -1,4 +1,4 @@
-"""Counter of a training loop's steps: times, throughput, stalls, MFU and HFU, without a host synchronization."""
+"""Counter of times, throughput, stalls, MFU and HFU of a training loop, without a host synchronization."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MfuCounter(Described):
         flops_per_step: FLOPs of a step. A number of model FLOPs gives MFU, a result of ``count_flops`` also HFU. None
             if unknown or given to each ``step``.
         peak_flops: peak FLOP/s of the device in the precision used, or None if unknown.
-        device: device of the steps. Default: the current CUDA device if there is one, else the CPU.
+        device: device of the steps. The default is the current CUDA device if there is one, else the CPU.
         window: number of steps of the rolling figures.
         phases_every: steps from one measurement of phases to the next, 0 for no measurement. Phases on a GPU require
             flatout's CUDA kernels.
@@ -92,7 +92,7 @@ class MfuCounter(Described):
 
     @property
     def phases_every(self) -> int:
-        """Steps from one measurement of phases to the next, beginning with the second step. 0: no measurement."""
+        """Steps from one measurement of phases to the next, from the second step on. 0 means no measurement."""
         return self._phases_every
 
     @phases_every.setter

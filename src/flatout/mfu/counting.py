@@ -26,7 +26,7 @@ from flatout.mfu.formulas import cost_of, has_formula, higher_order_cost, is_che
 
 
 def is_counting() -> bool:
-    """Return whether ``count_flops`` runs the caller."""
+    """Return True if ``count_flops`` runs the caller."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, Counting) for mode in _get_current_dispatch_mode_stack()
     )
@@ -97,7 +97,7 @@ class _Lane:
 
 
 class Counting(TorchDispatchMode):
-    """Dispatch mode that counts every operator, including those in the backward's threads."""
+    """Dispatch mode that counts every operator, also in the backward's threads."""
 
     supports_higher_order_operators = True
 
@@ -120,7 +120,7 @@ class Counting(TorchDispatchMode):
     def count(self) -> FlopCount:
         """Return the FLOPs so far."""
         tree = self._root.node()
-        if not self._root.name:  # a callable: use its module as the root if the callable ran nothing else
+        if not self._root.name:  # for a callable that ran only one module, this module becomes the root
             alone = len(tree.children) == 1 and tree.own == 0 and tree.recomputed == tree.children[0].recomputed
             tree = tree.children[0] if alone else FlopNode("(all)", tree.forward, tree.backward, tree.recomputed,
                                                            tree.children)  # fmt: skip
@@ -188,7 +188,7 @@ class Counting(TorchDispatchMode):
             lane.leave()
 
     def _is_active(self) -> bool:
-        """Return whether the caller is counted. Other threads and the inside of an operator are not."""
+        """Return True if the caller is counted. Other threads and the inside of an operator are not."""
         return self in _get_current_dispatch_mode_stack()
 
     def _record(self, name: str, cost: Cost | None) -> None:
@@ -226,8 +226,8 @@ class Counting(TorchDispatchMode):
     def _note_task(self) -> None:
         """Assign the running backward to the thread that last recorded a forward.
 
-        These threads differ in the nested backward of a reentrant checkpoint on a GPU, which repeats the forward in
-        the engine's thread.
+        The engine's thread that runs the backward may be another one. A reentrant checkpoint on a GPU repeats the
+        forward in the engine's thread, and then runs a nested backward.
         """
         task = torch._C._current_graph_task_id()
         if task != -1:
@@ -248,7 +248,7 @@ class Counting(TorchDispatchMode):
             lane.leave()
 
     def _adopt(self, module: nn.Module, parent: _Tally) -> None:
-        """Add a module that no known module has registered below the module that calls it."""
+        """Add a module that is no submodule of a known module. Its parent is the module that calls it."""
         self.adopted(module)
         name = type(module).__name__
         same = sum(child.name.partition("#")[0] == name for child in parent.children)
@@ -284,9 +284,9 @@ def _hearing_of_kernels(launched: Callable[[Any], None]) -> Iterator[None]:
 def _marking_causal_attention(counting: Counting) -> Iterator[None]:
     """Mark calls of causal SDPA, which torch splits into dense products if no fused kernel applies.
 
-    The block replaces the function, because a ``TorchFunctionMode`` would disable the fast path of
-    ``nn.TransformerEncoder``. A reference to the function from before the block is not marked, so its unfused calls
-    count dense.
+    Inside the block, the function is replaced, because a ``TorchFunctionMode`` would disable the fast path of
+    ``nn.TransformerEncoder``. A call through an older reference to the function is not marked. If it is not fused, all
+    its pairs count.
     """
     original = nn.functional.scaled_dot_product_attention
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -306,17 +306,17 @@ def _marking_causal_attention(counting: Counting) -> Iterator[None]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Return whether the operator decomposes into others. Only inference mode dispatches such an operator whole."""
+    """Return True if the operator decomposes into others. Only inference mode dispatches such an operator whole."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _are_nested(args: tuple[Any, ...]) -> bool:
-    """Return whether a tensor is nested. Composite operators have kernels for nested tensors."""
+    """Return True if a tensor is nested. Composite operators have kernels for nested tensors."""
     return any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
 
 
 def _in_checkpoint() -> bool:
-    """Return whether the caller repeats a checkpointed forward, not a backward that is differentiated again."""
+    """Return True if the caller repeats a checkpointed forward, and not a backward that is differentiated again."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:

@@ -57,7 +57,7 @@ class FlopNode(Described):
         return node
 
     def __str__(self) -> str:
-        """Return an indented tree of the modules that compute: total, share of the root, forward and backward."""
+        """Return an indented tree of the modules that compute, with total, share of the root, forward and backward."""
         rows = list(self._rows(0))
         width = max(len(name) for name, _ in rows)
         whole = max(self.total, 1)
@@ -79,7 +79,7 @@ class FlopNode(Described):
 
 @dataclass(frozen=True, repr=False)
 class FlopCount(Described):
-    """FLOPs of one call; a multiply-add is 2.
+    """FLOPs of one call. A multiply-add counts as 2.
 
     ``total`` is the work of the model's mathematics, on which MFU is based. ``hardware`` is the work of the device, on
     which HFU is based. Neither includes the pairs of query and key that ``is_causal`` removes.
@@ -87,14 +87,14 @@ class FlopCount(Described):
     Attributes:
         forward: FLOPs of the forward.
         backward: FLOPs of the backward.
-        recomputed: FLOPs of repeated work: forwards that activation checkpointing repeats (up to the last tensor that
-            the backward needs), and scores that a fused attention recomputes in its backward.
+        recomputed: FLOPs of repeated work. Activation checkpointing repeats forwards, up to the last tensor that the
+            backward needs. Fused attention recomputes scores in its backward.
         dense: ``total`` with all pairs of causal attention, as in published figures (the 12 * L * H * Q * T of PaLM's
             appendix B).
         by_module: forward, backward and recomputed FLOPs by module.
         by_op: ``forward + backward + recomputed`` by operator.
-        unknown: number of calls of each operator that may be costly and has no formula. These operators count 0 above.
-            ``register_flops`` gives them a formula.
+        unknown: number of calls of each operator that may be costly and has no formula. Such an operator counts 0.
+            ``register_flops`` gives it a formula.
     """
 
     forward: int
@@ -107,12 +107,12 @@ class FlopCount(Described):
 
     @functools.cached_property
     def total(self) -> int:
-        """Model FLOPs: forward and backward without recomputation."""
+        """Model FLOPs, which are forward and backward without recomputation."""
         return self.forward + self.backward
 
     @functools.cached_property
     def hardware(self) -> int:
-        """Hardware FLOPs: ``total`` and recomputation."""
+        """Hardware FLOPs, which are ``total`` and recomputation."""
         return self.total + self.recomputed
 
     def __str__(self) -> str:

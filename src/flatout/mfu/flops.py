@@ -19,7 +19,7 @@ from flatout.mfu.cost import is_abstract
 from flatout.mfu.counting import Counting
 from flatout.mfu.flop_count import FlopCount, named
 
-# A count changes state of the whole process: the stance of torch.compile, module hooks, the SDPA function.
+# A count changes the stance of torch.compile, module hooks and the SDPA function in the whole process.
 taking_turns = threading.RLock()
 
 
@@ -28,19 +28,19 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
 
     Matrix products, convolutions, attention and recurrent layers count. ``FlopCount.unknown`` lists operators that may
     be costly and do not count. A count runs eager code only, so ``torch.compile`` is disabled in the whole process
-    during the count. Counts in several threads take turns. Threads that a forward starts, such as those of
-    ``nn.DataParallel``, are not seen. Meta and fake tensors are counted without computing.
+    during the count. Counts in several threads take turns. Work in threads that a forward starts, as
+    ``nn.DataParallel`` does, is not counted. Meta and fake tensors are counted without computing.
 
-    Attention: ``is_causal`` counts the keys 0..i of query i on every backend, even if torch computes all pairs and
-    masks them. ``FlopCount.dense`` counts all pairs. A mask tensor (padding, a sliding window) removes no pair, because
-    the kernels compute every score. The windows of flash attention and the blocks of a ``BlockMask`` remove pairs.
+    With ``is_causal``, the keys 0..i of query i count on every backend, even if torch computes all pairs and masks
+    them. ``FlopCount.dense`` counts all pairs. A mask tensor (padding, a sliding window) removes no pair, because the
+    kernels compute every score. The windows of flash attention and the blocks of a ``BlockMask`` remove pairs.
 
     Args:
-        fn: module or other callable. A module runs its forward, then a backward from the scalars of its result, or
-            from all floating-point tensors of the result if there is no scalar. The count finds them in tuples, lists,
-            mappings and dataclasses, and restores parameters, gradients, buffers, random generators and inputs. Other
-            modules that the module calls are restored too. For any other callable, the count restores only the random
-            generators.
+        fn: module or other callable. A module runs its forward, then a backward from the scalars of its result. If
+            there is no scalar, the backward starts from all tensors of the result that require a gradient. The count
+            finds tensors in tuples, lists, mappings and dataclasses. The count restores parameters, gradients, buffers,
+            random generators and inputs, and the same for other modules that the module calls. For any other callable,
+            the count restores only the random generators.
         inputs: positional arguments of ``fn``.
         backward: also run the backward of a module, unless gradients are disabled.
         keywords: keyword arguments of ``fn``.
@@ -77,7 +77,7 @@ def count_flops(fn: Callable[..., Any], *inputs: Any, backward: bool = True, **k
 
 
 def _detached(value: Any, seen: dict[int, Tensor]) -> Any:
-    """Return a copy that call and backward may change. A tensor that occurs twice is copied once."""
+    """Return a copy that the call and the backward may change. A tensor that occurs twice is copied once."""
 
     def copied(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -137,13 +137,14 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     finally:
         slots.restore()
         for saved in buffers:
-            # Batch norm writes without a new version number; a needless write breaks graphs that hold the buffer.
+            # Version counters do not show the writes of batch norm. An unnecessary write breaks graphs that hold the
+            # buffer.
             if saved.has_changed():
                 saved.restore()
 
 
 def _is_comparable(buffer: Tensor) -> bool:
-    """Return whether torch can compare the buffer. Layers do not change sparse, nested and 4-bit buffers."""
+    """Return True if torch can compare the buffer. Layers do not change sparse, nested and 4-bit buffers."""
     plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.dtype != torch.float4_e2m1fn_x2
     return plain and not is_abstract(buffer)
 
@@ -170,7 +171,7 @@ def _gradients_aside(leaves: list[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Run the eager code of compiled functions and modules in the block, and keep the compiled code."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():

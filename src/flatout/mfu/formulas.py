@@ -1,8 +1,8 @@
-"""FLOPs of operators: formulas of torch's operators, formulas that users register, and operators that cost nothing.
+"""FLOPs of operators, by formulas for torch's operators and by formulas that users register.
 
-A multiply-add is 2 FLOPs, a complex multiply-add 8. Complex convolutions take 6, because torch makes them of three real
-ones. Only work like a matrix product counts. Element-wise operators, reductions, normalizations, look-ups and copies
-cost 0, as in published figures.
+A multiply-add is 2 FLOPs, and a complex multiply-add is 8. A complex convolution takes 6, because torch computes it
+with three real convolutions. Only work like a matrix product counts. Element-wise operators, reductions,
+normalizations, look-ups and copies cost 0, as in published figures.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def higher_order_cost(op: HigherOrderOperator, args: tuple[Any, ...]) -> Cost | 
 
 
 def has_formula(op: OpOverload) -> bool:
-    """Return whether the operator has a formula."""
+    """Return True if the operator has a formula."""
     return op in _USER or op.overloadpacket in _USER or op.overloadpacket._qualified_op_name in _FORMULAS
 
 
 def is_cheap(op: OpOverload) -> bool:
-    """Return whether an operator without a formula costs 0, because its work is unlike a matrix product.
+    """Return True if an operator without a formula costs 0, because its work is unlike a matrix product.
 
-    Operators of unknown libraries are never cheap. flatout's own are element-wise.
+    Operators of unknown libraries are never cheap. flatout's own operators are element-wise, and so cheap.
     """
     if op.namespace not in _KNOWN_NAMESPACES:
         return False
@@ -102,7 +102,7 @@ def register_flops(op: Operator, formula: UserFormula | None = None) -> Any:
     Args:
         op: ``torch.ops.library.name`` (every overload) or ``torch.ops.library.name.overload``. Operators that its
             backward calls need formulas too.
-        formula: function of the operator's arguments that returns FLOPs; a multiply-add is 2. Without a formula,
+        formula: function of the operator's arguments that returns FLOPs, where a multiply-add is 2. Without a formula,
             ``register_flops`` returns a decorator.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of a device: by its data sheet, at its current clock, and by measurement."""
+"""Peak FLOP/s of a device, by its data sheet, at its current clock, and by measurement."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ import torch
 from flatout.core.cache_folder import cache_folder, read_own, write_own
 
 Precision = torch.dtype | Literal["tf32"]
-"""What products are computed in: a dtype, or ``"tf32"`` for float32 operands on tensor cores."""
+"""Precision of products, which is a dtype, or ``"tf32"`` for float32 operands on tensor cores."""
 
 _TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data sheet of a GPU, a row of the table.
+    """Data sheet of a GPU, which is a row of the table ``GPUS``.
 
     Attributes:
-        name: what it is called.
-        pattern: matches all of the name that the driver gives, without ``NVIDIA`` or ``Tesla`` before it.
+        name: common name.
+        pattern: regular expression for the driver's whole name, without ``NVIDIA`` or ``Tesla`` at the start.
         sms: streaming multiprocessors of the whole device.
-        teraflops: peak by precision, dense (a data sheet's second figure counts zeros of 2:4 sparsity), 16-bit products
-            summed in float32.
-        per_cycle: FLOPs of one SM in one cycle, of bfloat16 (float16 where there is no bfloat16) and of float32.
-        source: where the figures are printed.
+        teraflops: dense peak in TFLOP/s by precision, with 16-bit products summed in float32. The second figure of some
+            data sheets, which counts zeros of 2:4 sparsity, is not used.
+        per_cycle: FLOPs of one SM in one cycle, in bfloat16 (float16 on a GPU without bfloat16) and in float32.
+        source: document that prints the figures.
     """
 
     name: str
@@ -112,30 +112,33 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("GB200", r"GB200", 152, _peaks(80, 2500, tf32=1250, fp8=5000, int8=5000, fp64=40), (8192, 256),
         "NVIDIA GB200 NVL72 data sheet (2025), per GPU"),
 )  # fmt: skip
-"""The table of peaks."""
+"""Table of peaks."""
 
 _warned: set[tuple[str, Precision]] = set()
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Return the row of the GPU with this name in ``nvidia-smi`` and torch, or ``None`` if the table has none.
+    """Return the row of a GPU by its name in ``nvidia-smi`` and torch, or None if the table has no such row.
 
-    GPUs with similar names do not share a row: a laptop's RTX 4090 has none.
+    GPUs with similar names do not share a row. For example, the RTX 4090 of a laptop has no row.
     """
     bare = re.sub(r"^(NVIDIA |Tesla )+", "", name.strip())
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare)), None)
 
 
 def peak_flops(device: torch.device | str | int | None = None, dtype: Precision = torch.float32) -> float | None:
-    """Return the FLOP/s of a GPU by its data sheet, dense, with 16-bit products summed in float32.
+    """Return the dense peak FLOP/s of a GPU by its data sheet, with 16-bit products summed in float32.
 
     Args:
-        device: a CUDA device, default the current one; or the name of a GPU as ``nvidia-smi`` prints it.
-        dtype: of the products. float32 means CUDA cores; with TF32 allowed, ask for ``"tf32"``.
+        device: a CUDA device, or the name of a GPU as ``nvidia-smi`` prints it. The default is the current device.
+        dtype: precision of the products. float32 means CUDA cores. Use ``"tf32"`` if TF32 is allowed.
 
     Returns:
-        FLOP/s; of a MIG slice, its share of SMs. ``None``, with one warning, where the table does not know; for a CPU
-        see :func:`measured_peak_flops`.
+        Peak in FLOP/s. A MIG slice gets its share of SMs. None if the table has no figure for the device, for example
+            for a CPU. :func:`measured_peak_flops` measures a CPU.
+
+    Warns:
+        RuntimeWarning: once per device and precision without a figure.
     """
     gpu, sms = _looked_up(device, dtype)
     return None if gpu is None else gpu.teraflops[dtype] * 1e12 * sms / gpu.sms
@@ -144,22 +147,26 @@ def peak_flops(device: torch.device | str | int | None = None, dtype: Precision 
 def clock_peak_flops(
     device: torch.device | str | int | None = None, dtype: Precision = torch.float32, *, clock_mhz: float | None = None
 ) -> float | None:
-    """Return the peak FLOP/s of a GPU at its clock, which power and heat may hold below the data sheet's.
+    """Return the peak FLOP/s of a GPU at its clock. Power and heat may hold the clock below the data sheet's.
 
     The peak is SMs x FLOPs of an SM per cycle x clock.
 
     Args:
         device: as for :func:`peak_flops`.
         dtype: as for :func:`peak_flops`.
-        clock_mhz: of the SMs; default: what it is now, which an idle device keeps low (needs ``nvidia-ml-py``).
+        clock_mhz: clock of the SMs in MHz. The default is the current clock, which requires ``nvidia-ml-py``. An idle
+            device has a low clock.
 
     Returns:
-        FLOP/s; ``None``, with one warning, where the table does not know.
+        Peak in FLOP/s, or None if the table has no figure for the device.
+
+    Warns:
+        RuntimeWarning: once per device and precision without a figure.
     """
     gpu, sms = _looked_up(device, dtype)
     if gpu is None:
         return None
-    # The precisions of one kind of core are in proportion; the two kinds are rated at clocks of their own.
+    # Data sheets rate tensor cores and CUDA cores at different clocks. So each figure is compared within its kind.
     per_cycle, rated = (
         (gpu.per_cycle[0], torch.float16) if dtype in _TENSOR_CORES else (gpu.per_cycle[1], torch.float32)
     )
@@ -181,13 +188,13 @@ def measured_peak_flops(
     float32 uses the user's TF32 setting.
 
     Args:
-        device: default: the current CUDA device if there is one, else the CPU.
-        dtype: of the matrices.
-        measure: whether to measure what is not known yet.
-        refresh: measure again what is.
+        device: device to measure. The default is the current CUDA device if there is one, else the CPU.
+        dtype: dtype of the matrices.
+        measure: True to measure if no result is stored.
+        refresh: True to measure even if a result is stored.
 
     Returns:
-        FLOP/s; ``None`` where it is not known, or torch cannot multiply such matrices there.
+        Peak in FLOP/s. None if it is neither stored nor measured, or if torch cannot multiply such matrices there.
     """
     place = _place(device)
     if place.type not in _SIZES:
@@ -208,25 +215,28 @@ def measured_peak_flops(
 
 
 def multiplies_in_tf32(place: torch.device) -> bool:
-    """Return whether the user's settings let float32 products run on tensor cores of the device."""
+    """Return True if the user's settings allow float32 products on tensor cores of the device."""
     return place.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 _SWEEP_SECONDS = 0.2
-"""Seconds for each size of matrix."""
+"""Seconds of measurement for each size of matrix."""
 _SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 
 
 _SLOW_SECONDS = 1.0
-"""A size that takes longer is the last: what multiplies 16 bits in software would take minutes for the next ones."""
+"""Seconds for one size after which larger sizes are skipped.
+
+Without hardware for 16-bit products, larger sizes would take minutes.
+"""
 
 
 _measured: dict[str, float] = {}
-"""Results of this process, which may have no cache folder."""
+"""Results of this process, for processes without a cache folder."""
 
 
 def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the best median over sizes."""
+    """Return the highest FLOP/s over all sizes, each from the median time, or None if torch cannot multiply."""
     best = 0.0
     try:
         for size in _SIZES[place.type]:
@@ -240,7 +250,7 @@ def _sweep(place: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _rate(place: torch.device, dtype: torch.dtype, size: int) -> float:
-    generator = torch.Generator(place).manual_seed(0)  # the global one is training's
+    generator = torch.Generator(place).manual_seed(0)  # the training uses the global generator
     a, b = (torch.randn(size, size, device=place, generator=generator).to(dtype) for _ in range(2))
     out = torch.matmul(a, b)
     taken: list[float] = []
@@ -276,7 +286,7 @@ def _read_cache() -> dict[str, float]:
         read = json.loads(text or "{}")
         return {str(key): float(value) for key, value in read.items() if 0 < float(value) < math.inf}
     except (ValueError, OverflowError, AttributeError, TypeError, RecursionError):
-        return {}  # not written by flatout: the next measurement replaces it
+        return {}  # the file was not written by flatout, and the next measurement replaces it
 
 
 def _write_cache(known: Mapping[str, float]) -> None:
@@ -292,7 +302,7 @@ def _place(device: torch.device | str | int | None) -> torch.device:
 
 
 def _looked_up(device: torch.device | str | int | None, dtype: Precision) -> tuple[Gpu | None, int]:
-    """Return a GPU's row and SMs (of a MIG slice: its own). Warn and return no row if the peak is unknown."""
+    """Return a GPU's row and the SMs of the device or MIG slice. If the peak is unknown, warn and return no row."""
     name, sms = _named(device)
     gpu = gpu_of(name)
     if gpu is not None and dtype in gpu.teraflops:
@@ -309,7 +319,7 @@ def _looked_up(device: torch.device | str | int | None, dtype: Precision) -> tup
 
 
 def _named(device: torch.device | str | int | None) -> tuple[str, int]:
-    """Return the device's name and the SMs of a MIG slice, 0 for a whole device."""
+    """Return the device's name and the number of SMs of a MIG slice, or 0 for a whole device."""
     if isinstance(device, str) and not re.fullmatch(r"(cuda|cpu|meta|mps|xpu)(:\d+)?", device):
         return device, 0
     place = _place(device)

@@ -16,7 +16,7 @@ def _contraction(name: str) -> Formula:
 
 
 def _depth(operand: Tensor) -> int:
-    """Return the last dimension's size in values. Two 4-bit floats share an element."""
+    """Return the size of the last dimension in values. Two 4-bit floats share an element."""
     return operand.size(-1) * (2 if operand.dtype == torch.float4_e2m1fn_x2 else 1)
 
 
@@ -39,7 +39,7 @@ def _addbmm(call: Call) -> Cost:
 def _grouped_mm(call: Call) -> Cost:
     """Return the cost of a grouped product.
 
-    Groups split a dimension in [M, K] x [G, K, N], [G, M, K] x [K, N] and [M, K] x [K, N], but not in 3-D x 3-D.
+    Groups split a dimension if an operand is 2-D. In 3-D x 3-D the groups are the first dimension.
     """
     a, b = call["self"], call["mat2"]
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
@@ -51,7 +51,10 @@ def _foreach_mm(call: Call) -> Cost:
 
 
 def _trilinear(call: Call) -> Cost:
-    """Return the cost of ``nn.Bilinear``: the contraction with the third factor. The first product is element-wise."""
+    """Return the cost of ``nn.Bilinear``, which is the contraction with its third factor.
+
+    The product of the first two factors is element-wise and costs 0.
+    """
     shapes = [_expanded(call, k) for k in (1, 2, 3)]
     return exactly(2 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True)))
 
@@ -75,8 +78,8 @@ def _convolution_transpose(call: Call) -> Cost:
 def _convolution_flops(input: Tensor, weight: Tensor, output: Tensor, transposed: bool) -> int:
     """Return the FLOPs of applying the kernel at each position of the output, or of the input if transposed.
 
-    One position takes ``weight.numel()`` multiply-adds for any number of groups, because ``weight``
-    [out, in / groups, ...], transposed [in, out / groups, ...], has one group's channels on one side.
+    One position takes ``weight.numel()`` multiply-adds for any number of groups. ``weight`` is
+    [out, in / groups, ...], or [in, out / groups, ...] if transposed, so one of its sides has one group's channels.
     """
     positions = input if transposed else output
     return 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
@@ -90,7 +93,7 @@ def _convolution_backward(call: Call) -> Cost:
 
 
 def _rnn(call: Call) -> Cost:
-    """Return the cost of a recurrent layer: each row of the input times each weight matrix."""
+    """Return the cost of a recurrent layer, which multiplies each row of the input by each weight matrix."""
     return exactly(_rnn_flops(call))
 
 
@@ -103,7 +106,7 @@ def _rnn_backward(call: Call) -> Cost:
 def _rnn_flops(call: Call) -> int:
     input = call["input"]
     weights = call.get("weight")
-    if weights is None:  # mkldnn: the four weights of one direction of one layer
+    if weights is None:  # mkldnn has the four weights of one direction of one layer
         weights = [call.get(f"weight{i}") for i in range(5) if call.get(f"weight{i}") is not None]
     return 2 * (input.numel() // input.shape[-1]) * sum(w.numel() for w in weights if w.dim() == 2)
 

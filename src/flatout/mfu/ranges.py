@@ -11,7 +11,7 @@ from flatout.native import _host
 
 
 class nvtx_range:
-    """Open a named range: ``with flatout.mfu.nvtx_range("augment"): ...``.
+    """Named range, used as ``with flatout.mfu.nvtx_range("augment"): ...``.
 
     Nsight Systems shows an NVTX range, except in a build without CUDA. ``torch.profiler`` shows a user annotation.
     """
@@ -35,7 +35,10 @@ class nvtx_range:
 
 @contextmanager
 def ranges_shown_as(make_range: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Show the steps and phases of every counter as other ranges within the ``with`` block, and not to profilers."""
+    """Open ranges of ``make_range`` for the steps and phases of every counter inside the block.
+
+    Profilers do not get these ranges.
+    """
     global _make_range
     _make_range = make_range
     _host.show_ranges(_LISTENING, _observed)

@@ -1,4 +1,4 @@
-"""Readings of a counter: rates over a number of steps and the time of each phase."""
+"""Readings of a counter, with rates over a number of steps and the time of each phase."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Phases(Described):
     """Seconds of each phase of a step, averaged over the steps whose phases were measured.
 
     The phases add up to the time from the end of the previous step to the end of the step. On a CUDA device the phases
-    are device time: a wait or a copy that overlaps other work of the device takes none.
+    are device time. A wait or a copy that overlaps other work of the device counts 0.
 
     Attributes:
-        loader_wait: the next batch was not there yet.
-        h2d: the batch was being copied to the device.
+        loader_wait: wait for the next batch.
+        h2d: copy of the batch to the device.
         forward: forward pass and loss.
         backward: backward pass.
         update: gradient scaling, clipping, the optimizer's step.
-        host_idle: the rest: between these the host ran the loop's own code (logging, ``.item()``, Python).
+        host_idle: remaining time, in which the host ran the loop's own code (logging, ``.item()``, Python).
     """
 
     loader_wait: float
@@ -39,7 +39,7 @@ class Phases(Described):
         return sum(getattr(self, name) for name in PHASES)
 
     def __str__(self) -> str:
-        """Share and time of each: ``loader wait 10.0 % 1.2 ms, ...``."""
+        """Return share and time of each phase, as in ``loader wait 10.0 % 1.2 ms, ...``."""
         whole = self.total or 1.0
         shown = ((name.replace("_", " "), getattr(self, name)) for name in PHASES)
         return ", ".join(f"{name} {formatting.share(value / whole, 1)} {1e3 * value:.3g} ms" for name, value in shown)
@@ -69,17 +69,18 @@ class Reading(Described):
 
     Attributes:
         steps: number of steps.
-        samples: their samples.
-        tokens: their tokens.
-        seconds: steps and the time before each; where steps overlap it counts once.
-        step_seconds: one step from its beginning to its end: the median over a window, the mean over a total.
-        samples_per_second: samples / seconds; None when no samples were told.
-        tokens_per_second: tokens / seconds; None when no tokens were told.
+        samples: samples of these steps.
+        tokens: tokens of these steps.
+        seconds: time of the steps and of the pauses between them. If two steps overlap, their common time counts once.
+        step_seconds: time of one step from its beginning to its end, as the median over a window or the mean over a
+            total.
+        samples_per_second: samples / seconds, or None if the steps have no samples.
+        tokens_per_second: tokens / seconds, or None if the steps have no tokens.
         flops_per_second: FLOPs / seconds, over the steps whose FLOPs are known.
         mfu: flops_per_second / peak_flops, after Chowdhery et al., "PaLM" (2022), appendix B.
-        hfu: the same of all that the hardware computed, what activation checkpointing computes again included.
-        stall_fraction: share of ``seconds`` in which the device had nothing to do but wait for the loader.
-        phases: what the time of a step went to; None when no phase was named.
+        hfu: as ``mfu``, for all FLOPs that the hardware computes, including recomputation by activation checkpointing.
+        stall_fraction: share of ``seconds`` in which the device was idle and waited for the loader.
+        phases: mean seconds of each phase, or None if no phase was measured.
     """
 
     steps: int
@@ -96,7 +97,10 @@ class Reading(Described):
     phases: Phases | None
 
     def __str__(self) -> str:
-        """What is known, in one line: ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``."""
+        """Return all known rates in one line.
+
+        An example is ``100 steps, 12.3 ms a step, 5,201 samples/s, MFU 41.0 %, stall 1.2 %``.
+        """
         return ", ".join(self._facts().values())
 
     def _facts(self) -> dict[str, str]:

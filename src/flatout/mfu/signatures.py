@@ -1,4 +1,4 @@
-"""Work of a step by the signature of its batch: samples, tokens, and FLOPs that are counted once."""
+"""Samples, tokens and FLOPs of a step. FLOPs are counted once per signature of the batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flatout.mfu.flops import taking_turns
 from flatout.native._host import signature
 
 MOST = 256
-"""Most signatures that are counted: a count holds a tree of all modules."""
+"""Largest number of signatures that are counted. Each count takes memory for a tree of all modules."""
 
 SHARE = 0.02
-"""Most of the time since the first count that further counts may take: each runs an eager step."""
+"""Largest share of the time since the first count that later counts may take. Each count runs an eager step."""
 
 
 class Work(NamedTuple):
     """Work of one step, in the order of ``MfuCounter.step``'s arguments.
 
     Attributes:
-        samples: as ``batch_size_of`` counts them.
-        tokens: as ``tokens_of`` counts them.
-        flops: None where they are not known.
+        samples: number of samples, as ``batch_size_of`` counts them.
+        tokens: number of tokens, as ``tokens_of`` counts them.
+        flops: FLOPs of the step, or None if unknown.
     """
 
     samples: int
@@ -52,11 +52,11 @@ class CountedWork:
 
     @property
     def counts(self) -> list[FlopCount]:
-        """Known counts, in the order in which their signatures came."""
+        """Known counts, in the order in which their signatures first occurred."""
         return [work.flops for work in self._known.values() if work.flops is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work:
-        """The work of such a call."""
+        """Return the work of a call with these arguments."""
         key = signature((args, kwargs), Tensor, tensors_within)
         known = self._known.get(key)
         if known is not None:
@@ -69,11 +69,11 @@ class CountedWork:
             self._since = begun
         elif len(self._known) == MOST or self._spent > SHARE * (begun - self._since):
             return work
-        if not taking_turns.acquire(blocking=False):  # whoever counts may wait for this thread
+        if not taking_turns.acquire(blocking=False):  # a thread that counts may wait for this thread
             return work
         try:
             work = work._replace(flops=self._count(*args, **kwargs))
-        except Exception as error:  # of the user's code, or out of memory: training is not to end for a figure
+        except Exception as error:  # of the user's code, or out of memory. Training continues without the figure
             warnings.warn(
                 f"the FLOPs of a step could not be counted, its MFU is not known: {formatting.first_line(error)}",
                 RuntimeWarning,

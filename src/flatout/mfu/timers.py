@@ -1,4 +1,4 @@
-"""Timers of a counter's steps on a GPU: the native core with CUDA events, or torch's events."""
+"""Timers of a counter's steps on a GPU, with CUDA events of the native core or with torch's events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatout.native._host import StepCounter, StepTimer
 def use_gpu_clock(core: StepCounter, device: torch.device) -> None:
     """Time the steps on ``device`` with the native core, or with torch's events if the core lacks kernels."""
     if native.has_cuda_kernels(device.index):
-        # The core's own CUDA runtime refuses a driver that is too old for it; torch's may still work.
+        # The core's own CUDA runtime rejects a driver that is too old for it. torch's runtime may still work.
         with contextlib.suppress(RuntimeError):
             core.use_events(device.index, torch._C._cuda_getCurrentRawStream)
             return
@@ -37,13 +37,13 @@ class _Span:
 
 
 class TorchEventTimer(StepTimer):
-    """Timer with torch's events, without phases, for a GPU that flatout has no CUDA kernels for."""
+    """Timer with torch's events and without phases, for a GPU without flatout's CUDA kernels."""
 
     def __init__(self, core: StepCounter, device: torch.device) -> None:
         super().__init__()
-        self._core = weakref.proxy(core)  # which holds this
+        self._core = weakref.proxy(core)  # the core holds this timer
         self._device = device
-        self._lock = threading.RLock()  # a wrapped model that is collected meanwhile hands over its last step
+        self._lock = threading.RLock()  # garbage collection of a wrapped model may finish a step at any moment
         self._open: dict[int, _Span] = {}
         self._pending: deque[_Span] = deque()
         self._polling = False
@@ -93,7 +93,8 @@ class TorchEventTimer(StepTimer):
 
     def poll(self) -> None:
         with self._lock:
-            # What is handed over from within a poll is found by that poll; asking an event would break a graph.
+            # The outer poll counts steps that are finished inside it. Inside a capture, a query of an event would
+            # break the graph.
             if self._polling or self._is_recording():
                 return
             self._polling = True

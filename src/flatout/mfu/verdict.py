@@ -1,4 +1,4 @@
-"""Verdict on an MFU: the usual MFU of similar models, and the limit."""
+"""Comparison of an MFU with the usual MFU of similar models, and the limit of the training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from flatout.mfu.reading import Phases
 Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
 """Kind of limit.
 
-``loader``: waiting for batches. ``copy``: copying batches to the device. ``own code``: the loop's own Python code.
-``clocks``: the GPU lowers its clocks. ``launch``: kernels run faster than they are launched. ``kernels``: kernels are
-small or memory-bound. ``none``: the MFU is in the usual range. ``unknown``: nothing was measured.
+- ``loader``: the device waits for batches.
+- ``copy``: batches are copied to the device.
+- ``own code``: the host runs the loop's own Python code.
+- ``clocks``: the GPU lowers its clocks.
+- ``launch``: kernels run faster than they are launched.
+- ``kernels``: kernels are small or memory-bound.
+- ``none``: the MFU is in the usual range, or above.
+- ``unknown``: nothing was measured.
 """
 
 WORTH_TELLING = 0.1
-"""Smallest share of a step's time that is called a limit."""
+"""Smallest share of a step's time that counts as a limit."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class Family:
 
     Attributes:
         name: name of the family, plural.
-        usual: MFU that good training code reaches with such models on GPUs; None if nothing was published.
+        usual: range of MFU, 0..1, that good training code reaches with such models on GPUs. None if no figure was
+            published.
         source: source of ``usual``.
     """
 
@@ -52,10 +58,13 @@ _KINDS = (
 
 
 def family_of(by_op: Mapping[str, int]) -> Family:
-    """Return the family of a model: convolutions or recurrent layers with most of the FLOPs, or attention with some.
+    """Return the family of a model by its operators.
+
+    A model is convolutional or recurrent if such operators have more than half of the FLOPs. Otherwise a model with
+    any attention is a transformer.
 
     Args:
-        by_op: as in ``FlopCount``.
+        by_op: FLOPs by operator, as in ``FlopCount``.
     """
     whole = sum(by_op.values()) or 1
     for family, marks in _KINDS:
@@ -70,19 +79,20 @@ class Verdict(Described):
     """Utilization of the device by a training, and its limit.
 
     Attributes:
-        mfu: model FLOPs utilisation, 0..1; None when not known.
-        peak: what it is relative to, in words.
-        family: models to compare it with.
-        utilisation: NVML's, 0..1: the time in which any kernel ran; None without a GPU.
-        limit: sentence on what limits the MFU.
+        mfu: model FLOPs utilization, 0..1, or None if unknown.
+        peak: name of the peak that ``mfu`` is relative to.
+        family: models to compare the MFU with.
+        utilization: utilization as NVML measures it, 0..1, which is the share of time in which any kernel ran. None
+            without a GPU.
+        limit: sentence about the limit of the MFU.
         bottleneck: kind of the limit.
-        remedies: techniques against the limit that are left to try, each with the argument that tries it.
+        remedies: techniques against the limit that were not tried, each with the argument that tries it.
     """
 
     mfu: float | None
     peak: str
     family: Family
-    utilisation: float | None
+    utilization: float | None
     limit: str
     bottleneck: Bottleneck = "unknown"
     remedies: tuple[str, ...] = ()
@@ -91,16 +101,16 @@ class Verdict(Described):
         parts = []
         if self.mfu is not None:
             compared = ""
-            if self.utilisation is not None and self.family.usual is not None:
+            if self.utilization is not None and self.family.usual is not None:
                 low, high = self.family.usual
                 compared = (
                     f"; {self.family.name} usually reach {100 * low:.0f} to {100 * high:.0f} % ({self.family.source})"
                 )
             parts.append(f"MFU {formatting.share(self.mfu, 1)} of {self.peak}{compared}")
-        if self.utilisation is not None:
+        if self.utilization is not None:
             parts.append(
-                f"NVML calls the GPU {formatting.share(self.utilisation, 0)} utilised: for so long some kernel ran, "
-                "however little of the GPU it used"
+                f"NVML reports {formatting.share(self.utilization, 0)} utilization, "
+                "which is the share of time in which any kernel ran"
             )
         parts.append(self.limit)
         if self.remedies:
@@ -111,7 +121,7 @@ class Verdict(Described):
         return {
             "limit": self.limit,
             "mfu": "" if self.mfu is None else f"MFU {formatting.share(self.mfu, 1)} of {self.peak}",
-            "utilisation": "" if self.utilisation is None else f"NVML {formatting.share(self.utilisation, 0)}",
+            "utilization": "" if self.utilization is None else f"NVML {formatting.share(self.utilization, 0)}",
             "remedies": f"not tried: {', '.join(self.remedies)}" if self.remedies else "",
         }
 
@@ -123,22 +133,22 @@ def judge(
     *,
     stall_fraction: float | None = None,
     phases: Phases | None = None,
-    utilisation: float | None = None,
+    utilization: float | None = None,
     throttle: Sequence[str] = (),
 ) -> Verdict:
     """Compare an MFU with the usual MFU, and name the limit.
 
     Args:
-        mfu: 0..1, None when not known.
-        peak: what it is relative to, such as ``"the data sheet's peak in bf16"``.
-        family: of the model, see :func:`family_of`.
-        stall_fraction: share of the time in which the device waited for the loader.
-        phases: where the time of a step goes.
-        utilisation: NVML's, 0..1; None without a GPU.
-        throttle: what holds the GPU's clocks down, in words.
+        mfu: model FLOPs utilization, 0..1, or None if unknown.
+        peak: name of the peak that ``mfu`` is relative to, such as ``"the data sheet's peak in bf16"``.
+        family: family of the model, see :func:`family_of`.
+        stall_fraction: share of the time in which the device waited for the loader, 0..1.
+        phases: seconds of each phase of a step.
+        utilization: utilization as NVML measures it, 0..1, or None without a GPU.
+        throttle: reasons for lower clocks of the GPU, in words.
     """
-    bottleneck, limit = _limit(mfu, family, stall_fraction, phases, utilisation, throttle)
-    return Verdict(mfu, peak, family, utilisation, limit, bottleneck)
+    bottleneck, limit = _limit(mfu, family, stall_fraction, phases, utilization, throttle)
+    return Verdict(mfu, peak, family, utilization, limit, bottleneck)
 
 
 def _limit(
@@ -146,7 +156,7 @@ def _limit(
     family: Family,
     stall_fraction: float | None,
     phases: Phases | None,
-    utilisation: float | None,
+    utilization: float | None,
     throttle: Sequence[str],
 ) -> tuple[Bottleneck, str]:
     outside: dict[Bottleneck, float] = {"loader": stall_fraction or 0.0}
@@ -159,7 +169,7 @@ def _limit(
         return largest, f"{formatting.share(outside[largest], 0)} of the time goes to {_OUTSIDE[largest]}"
     if throttle:
         return "clocks", f"the GPU's clocks are held down: {', '.join(throttle)}"
-    if utilisation is not None and utilisation < 1 - WORTH_TELLING:
+    if utilization is not None and utilization < 1 - WORTH_TELLING:
         return "launch", "the GPU waits for kernels to be launched"
     if mfu is None:
         return "unknown", ""

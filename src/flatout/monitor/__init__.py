@@ -3,8 +3,8 @@
     with Sampler(write=JsonLines("run.jsonl")):
         train()
 
-GPUs need ``nvidia-ml-py``, CPU and processes ``psutil``: ``pip install 'flatout[monitor]'``. Without these
-packages, a GPU or a driver, samples are still taken and name the missing part and the reason.
+GPUs require ``nvidia-ml-py``. CPU and processes require ``psutil``. ``pip install 'flatout[monitor]'`` installs both.
+Without these packages, a GPU or a driver, samples name the missing part and the reason.
 """
 
 from flatout.monitor.jsonlines import JsonLines, read_samples

@@ -1,7 +1,7 @@
 """Tensor-core activity of GPUs before Hopper, from DCGM's Python bindings.
 
 DCGM is off by default. While DCGM watches these fields, it holds the hardware counters, and profilers that use CUPTI
-(``torch.profiler``, Nsight) fail. The bindings also open a connection to the host engine and report its faults to the
+(``torch.profiler``, Nsight) fail. The bindings also open a connection to the host engine, and log its errors in the
 root logger.
 """
 
@@ -32,7 +32,7 @@ class Dcgm:
     def __init__(self, interval: float) -> None:
         self._interval = interval
         self._reader: Any = None
-        self._pid = 0  # of the process that is connected
+        self._pid = 0  # process that is connected
         self._failure = ""
 
     def values(self, uuid: str | None) -> tuple[dict[str, float], str]:
@@ -46,7 +46,7 @@ class Dcgm:
                 self._reader, self._pid = _new_reader(self._interval), os.getpid()
                 self._reader.Init()
             by_gpu = self._reader.GetLatestGpuValuesAsFieldIdDict()
-            if not by_gpu:  # the bindings log a lost connection, and try it again in every call
+            if not by_gpu:  # the bindings log a lost connection, and reconnect in every call
                 raise ConnectionError(NO_ENGINE)
             for gpu, found in by_gpu.items():
                 if _text(self._reader.m_gpuIdToUUId.get(gpu)) == uuid:
@@ -55,7 +55,7 @@ class Dcgm:
             self._failure = NOT_IMPORTABLE
         except ConnectionError as error:
             self._failure = str(error)
-        except Exception as error:  # any fault of the bindings: sampling goes on
+        except Exception as error:  # errors of the bindings must not end the sampling
             self._failure = f"DCGM failed: {reason(error)}"
         if self._failure:
             self.close()
@@ -64,13 +64,13 @@ class Dcgm:
     def close(self) -> None:
         """Disconnect and stop watching the fields. In a forked child, the parent stays connected."""
         if self._reader is not None and self._pid == os.getpid():
-            with suppress(Exception):  # an engine that died has nothing to give back
+            with suppress(Exception):  # the host engine may have ended
                 self._reader.Shutdown()
             self._reader = None
 
 
 def _new_reader(interval: float) -> Any:
-    from DcgmReader import DcgmReader  # beside DCGM's own library, not on PyPI
+    from DcgmReader import DcgmReader  # part of a DCGM installation, not on PyPI
 
     return DcgmReader(
         fieldIds=list(_FIELDS),

@@ -20,9 +20,9 @@ except ImportError:
 
 NOT_INSTALLED = "psutil is not installed: pip install 'flatout[monitor]'"
 BUSIEST = 12
-"""Processes shown of a whole machine."""
+"""Largest number of processes in a sample of a whole machine."""
 
-_USS_SHARE = 0.01  # of the time: the system walks all pages of a process to tell what only it has
+_USS_SHARE = 0.01  # share of time for look-ups of unique memory, for which the system walks all pages of a process
 
 
 class CounterRates:
@@ -44,7 +44,7 @@ class CounterRates:
 
 
 class Host:
-    """CPU, memory, swap, shared memory, disks and network."""
+    """Sampler of CPU, memory, swap, shared memory, disks and network."""
 
     def __init__(self) -> None:
         self._rates = CounterRates()
@@ -77,7 +77,7 @@ class Host:
         percents = []
         for cpu, times in enumerate(_psutil().cpu_times(percpu=True)):
             idle = times.idle + getattr(times, "iowait", 0.0)
-            busy = self._rates.per_second(f"cpu {cpu}", sum(times[:8]) - idle, now)  # past the 8th: counted twice
+            busy = self._rates.per_second(f"cpu {cpu}", sum(times[:8]) - idle, now)  # user time includes guests
             if cpu in allowed and busy is not None:
                 percents.append(min(100.0, 100 * busy))
         total = sum(percents) / len(percents) if percents else None
@@ -112,7 +112,7 @@ class Processes:
         """Start watching.
 
         Args:
-            pid: the process at the root; None watches the machine.
+            pid: process at the root; None watches the machine.
         """
         self._pid = pid
         self._uss: dict[int, int | None] = {}
@@ -125,7 +125,10 @@ class Processes:
                 self._root = psutil.Process(pid)
 
     def sample(self) -> tuple[tuple[ProcessSample, ...], bool]:
-        """Return the processes, the root first, then by CPU, and whether the root has ended. Raises nothing."""
+        """Return the processes, and True if the root has ended. Never raise.
+
+        The root is first. The other processes follow in order of CPU use, the busiest first.
+        """
         if psutil is None or self._ended:
             return (), self._ended or not (self._pid is None or exists(self._pid))
         if self._pid is not None and not self._alive():
@@ -145,7 +148,7 @@ class Processes:
                 return bool(self._root.is_running() and self._root.status() != psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return False
-        except (psutil.Error, OSError):  # it may not be read, or there is no file descriptor left to read it with
+        except (psutil.Error, OSError):  # the process is not readable, or no file descriptor is left
             pass
         return self._pid is not None and exists(self._pid)
 
@@ -153,7 +156,7 @@ class Processes:
         try:
             if self._pid is None:
                 return list(psutil.process_iter())
-            if self._root is None:  # another user's, and hidden from this one
+            if self._root is None:  # the process belongs to another user, and is hidden from this user
                 return []
             members = [self._root, *self._root.children(recursive=True)]
         except (psutil.Error, OSError):
@@ -188,7 +191,7 @@ class Processes:
                     rss_bytes=process.memory_info().rss,
                     uss_bytes=self._uss.get(process.pid),
                 )
-        except (psutil.Error, OSError):  # it ended meanwhile, is another user's, or no file descriptor is left
+        except (psutil.Error, OSError):  # the process ended, is not readable, or no file descriptor is left
             return None
 
 
@@ -199,14 +202,14 @@ def _psutil() -> Any:
 
 
 def exists(pid: int) -> bool:
-    """Return whether a process with this number exists, of any user."""
-    if pid <= 0:  # stands for groups of processes
+    """Return True if a process with this number exists, of any user."""
+    if pid <= 0:  # for os.kill, these numbers stand for groups of processes
         return False
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it is another user's
+    except OSError:  # the process belongs to another user
         return True
     return True
 
@@ -224,7 +227,7 @@ def _shared_memory() -> dict[str, int]:
 
 
 def _quota() -> tuple[Any, float]:
-    """Return the control group with the smallest CPU quota and this quota in cores, infinite without a quota."""
+    """Return the control group with the smallest CPU quota, and the quota in cores; None and infinity without one."""
     groups = [(machine.quota_of(group), group) for group in machine.control_groups("cpu")]
     quota, group = min(groups, key=lambda found: found[0], default=(math.inf, None))
     return (group, quota) if math.isfinite(quota) else (None, math.inf)

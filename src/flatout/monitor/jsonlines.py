@@ -32,11 +32,11 @@ class JsonLines:
         self._file = None if isinstance(file, (str, os.PathLike)) else file
 
     def __call__(self, sample: Sample) -> None:
-        """Writes one sample."""
+        """Write one sample."""
         line = json.dumps(asdict(sample), allow_nan=False, separators=(",", ":")) + "\n"
         if self._own is not None:
             rest = line.encode()
-            while rest:  # of a disk that fills up: the next write says so
+            while rest:  # a full disk accepts a part of a line, and the next write raises
                 rest = rest[self._own.write(rest) :]
         elif self._file is not None:
             self._file.write(line)
@@ -57,11 +57,11 @@ class JsonLines:
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Return the samples of a file that ``JsonLines`` wrote.
+    """Yield the samples of a file that ``JsonLines`` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is no sample.
+        ValueError: a line is not a sample.
     """
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -39,16 +39,16 @@ class Gpus:
     def __init__(self, interval: float, *, dcgm: bool = False) -> None:
         self._dcgm = Dcgm(interval) if dcgm else None
         self._nvml: Any = None
-        self._pid: int | None = None  # of the process in which NVML is open
+        self._pid: int | None = None  # process in which NVML is open
         self._gpm: dict[Wanted, _Gpm] = {}
 
     def sample(self, environment: Mapping[str, str]) -> tuple[tuple[GpuSample, ...], str | None]:
-        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or the reason for none. Cannot raise."""
+        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows, or the reason for none. Never raise."""
         try:
             nvml = self._open()
         except ImportError:
             return (), NOT_INSTALLED
-        except Exception as error:  # NVMLError, or whatever a broken installation raises
+        except Exception as error:  # NVMLError, or any error of a broken installation
             return (), f"NVML cannot be used: {reason(error)}"
         try:
             count = nvml.nvmlDeviceGetCount()
@@ -70,7 +70,7 @@ class Gpus:
         self._shut_down()
 
     def _shut_down(self) -> None:
-        if self._pid == os.getpid():  # what a forked child inherited is its parent's to give back
+        if self._pid == os.getpid():  # after a fork, only the parent releases NVML
             for gpm in self._gpm.values():
                 gpm.close()
             _attempt(self._nvml.nvmlShutdown)
@@ -79,7 +79,7 @@ class Gpus:
 
     def _open(self) -> Any:
         if self._pid != os.getpid():
-            self._gpm.clear()  # samples of a session that is no more
+            self._gpm.clear()  # GPM samples of a closed session
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._pid = os.getpid()
@@ -127,7 +127,7 @@ class Gpus:
         profiled, source = self._profile(wanted, part, gpu)
         rates = {}
         for way, counter in (("rx", nvml.NVML_PCIE_UTIL_RX_BYTES), ("tx", nvml.NVML_PCIE_UTIL_TX_BYTES)):
-            name = f"pcie_{way}_bytes_per_second"  # NVML's own counter blocks for 20 ms; GPM's does not
+            name = f"pcie_{way}_bytes_per_second"  # NVML's own counter blocks for 20 ms, unlike GPM's
             rates[name] = profiled.pop(name, None)
             if rates[name] is None:
                 rates[name] = read(name, partial(_bytes_per_second, nvml, gpu, counter))
@@ -222,7 +222,7 @@ class _Gpm:
         if not self._primed:
             self._primed = True
             return {}
-        self._request.sample1, self._request.sample2 = self._now, self._before  # the older one first
+        self._request.sample1, self._request.sample2 = self._now, self._before  # the older sample first
         nvml.nvmlGpmMetricsGet(self._request)
         found = {}
         for slot, (field, scale) in enumerate(self._fields.values()):
@@ -246,7 +246,7 @@ def throttle_words(bits: int) -> tuple[str, ...]:
 def _throttle_bits(nvml: Any, gpu: Any) -> int:
     try:
         return nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-    except Exception as error:  # before driver 535, or an nvidia-ml-py of that age
+    except Exception as error:  # a driver before 535, or an nvidia-ml-py of that age
         if type(error).__name__ not in ("NVMLError_FunctionNotFound", "AttributeError"):
             raise
         return nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)

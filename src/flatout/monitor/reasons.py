@@ -24,6 +24,6 @@ def reason(error: BaseException) -> str:
         return words
     try:
         text = " ".join(str(error).split())
-    except Exception:  # NVMLError asks the driver for its own text, which can fail in turn
+    except Exception:  # NVMLError reads its text from the driver, which can fail, too
         text = ""
     return text or type(error).__name__

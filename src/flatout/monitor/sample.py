@@ -10,31 +10,31 @@ class GpuSample:
     """Sample of one GPU or one MIG device.
 
     Attributes:
-        index: NVML's number of the GPU (by PCI bus).
-        cuda_index: the number by which torch knows it (``cuda:N``) in the watched process.
-        name: the product.
+        index: NVML's number of the GPU, in order of the PCI bus; -1 if unknown.
+        cuda_index: torch's number of the GPU (``cuda:N``) in the watched process.
+        name: name of the product.
         uuid: NVML's ``GPU-...``, or ``MIG-...`` of a MIG device.
-        mig: whether the GPU is divided into MIG devices.
-        util_percent: time in which any kernel ran, on however few SMs: 100 does not mean full.
-        memory_util_percent: time in which device memory was read or written.
-        memory_used_bytes: what processes hold (without the driver's own share where NVML tells it apart).
-        memory_total_bytes: what there is.
-        power_watts: draw now.
+        mig: True if the GPU is divided into MIG devices.
+        util_percent: share of time in which a kernel ran, on any number of SMs. A GPU at 100 may have idle SMs.
+        memory_util_percent: share of time in which device memory was read or written.
+        memory_used_bytes: memory of processes, without the driver's own share if NVML reports the share.
+        memory_total_bytes: device memory.
+        power_watts: present power draw.
         power_limit_watts: limit that the driver enforces.
-        sm_clock_mhz: SM clock now.
+        sm_clock_mhz: present SM clock.
         sm_clock_max_mhz: highest SM clock.
-        memory_clock_mhz: memory clock now.
+        memory_clock_mhz: present memory clock.
         memory_clock_max_mhz: highest memory clock.
-        temperature_celsius: of the die.
-        throttle: what holds the clocks down, in words; empty when nothing does.
-        pcie_rx_bytes_per_second: from host to GPU.
-        pcie_tx_bytes_per_second: from GPU to host.
+        temperature_celsius: temperature of the die.
+        throttle: reasons why the clocks are lowered, in words; empty if there is no reason.
+        pcie_rx_bytes_per_second: transfers from host to GPU.
+        pcie_tx_bytes_per_second: transfers from GPU to host.
         sm_active_percent: SMs with at least one warp, averaged over time and SMs.
-        sm_occupancy_percent: warps resident / the most there can be.
-        tensor_active_percent: time in which the tensor cores worked.
-        dram_active_percent: bandwidth of device memory in use / the most there can be.
-        gpm: where the last four come from, or why there are none.
-        missing: field that could not be read to the reason.
+        sm_occupancy_percent: resident warps, relative to the maximum.
+        tensor_active_percent: share of time in which the tensor cores worked.
+        dram_active_percent: used bandwidth of device memory, relative to the maximum.
+        gpm: source of the four attributes above, or the reason why they are None.
+        missing: reasons by the names of the fields that could not be read.
     """
 
     index: int
@@ -69,21 +69,21 @@ class HostSample:
     """Sample of CPU, memory and disks, within the limits of a container.
 
     Attributes:
-        cores: physical cores that may be kept busy, affinity and quota respected.
-        cpu_percent: CPU time used / what may be used; None in the first sample.
-        per_cpu_percent: the same of each logical CPU that may be used.
-        load: runnable tasks, averaged over a minute.
+        cores: number of usable physical cores, within affinity and quota.
+        cpu_percent: used CPU time, relative to the usable CPU time; None in the first sample.
+        per_cpu_percent: the same for each usable logical CPU.
+        load: load average of the last minute.
         ram_used_bytes: memory that is not available.
-        ram_available_bytes: what can be taken without swapping.
-        ram_total_bytes: the container's limit, or the machine's memory.
-        swap_used_bytes: swapped out, of the whole machine.
-        shm_used_bytes: in /dev/shm, through which loader workers send tensors.
-        shm_total_bytes: what fits in it.
-        disk_read_bytes_per_second: by all disks of the machine.
-        disk_write_bytes_per_second: to all disks of the machine.
-        network_received_bytes_per_second: by all interfaces.
-        network_sent_bytes_per_second: by all interfaces.
-        missing: field that could not be read to the reason.
+        ram_available_bytes: memory that is available without swapping.
+        ram_total_bytes: limit of the container, or memory of the machine.
+        swap_used_bytes: used swap space of the whole machine.
+        shm_used_bytes: used space of /dev/shm, through which loader workers send tensors.
+        shm_total_bytes: size of /dev/shm.
+        disk_read_bytes_per_second: reads from all disks of the machine.
+        disk_write_bytes_per_second: writes to all disks of the machine.
+        network_received_bytes_per_second: data received on all interfaces.
+        network_sent_bytes_per_second: data sent on all interfaces.
+        missing: reasons by the names of the fields that could not be read.
     """
 
     cores: int
@@ -108,12 +108,13 @@ class ProcessSample:
     """Sample of one process.
 
     Attributes:
-        pid: its number.
-        parent_pid: its parent's.
-        name: as the system shows it; loader workers of newer torch are called ``pt_data_worker``.
-        cpu_percent: of one logical CPU, so 250 is two and a half; None when it was not there before.
-        rss_bytes: resident memory, shared pages included.
-        uss_bytes: what only it has; looked up of one process at a time, the larger it is the rarer.
+        pid: number of the process.
+        parent_pid: number of the parent process.
+        name: name in the system. Loader workers of newer torch have the name ``pt_data_worker``.
+        cpu_percent: CPU time relative to one logical CPU, so 250 is two and a half CPUs; None in the first sample.
+        rss_bytes: resident memory, with shared pages.
+        uss_bytes: memory that no other process shares; None before the first look-up. A sample looks up at most one
+            process. Slow look-ups are rarer.
     """
 
     pid: int
@@ -129,13 +130,13 @@ class Sample:
     """Sample of GPUs, host and processes.
 
     Attributes:
-        time: Unix seconds.
-        gpus: those that the watched process may use; all where it may use all.
-        no_gpu: why ``gpus`` is empty, in one sentence.
+        time: Unix time, seconds.
+        gpus: GPUs that the watched process may use.
+        no_gpu: reason why ``gpus`` is empty, in one sentence; None if ``gpus`` is not empty.
         host: CPU, memory and disks.
-        pid: the watched process; None where the whole machine is watched.
-        pid_ended: whether it has come to its end.
-        processes: the watched process and all that descend from it, or the machine's busiest.
+        pid: number of the watched process; None if the whole machine is watched.
+        pid_ended: True if the watched process has ended.
+        processes: watched process and its descendants, or the busiest processes of the machine.
     """
 
     time: float

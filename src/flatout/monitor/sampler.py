@@ -30,7 +30,10 @@ _PATIENCE = 10.0  # seconds that close() waits for a query that hangs in the dri
 class Sampler:
     """Background thread that takes a ``Sample`` every ``interval`` seconds, from ``start()`` to ``close()``.
 
-    ``with Sampler(write=...)`` calls both. A forked process has no such thread, so ``close()`` does nothing there.
+    ``with Sampler(write=...)`` calls both. A forked process has no such thread, so ``close()`` does nothing in a fork.
+
+    Attributes:
+        recent: last ``KEPT`` samples, oldest first.
     """
 
     def __init__(
@@ -44,12 +47,12 @@ class Sampler:
         """Prepare the sampler without taking a sample.
 
         Args:
-            write: called with every sample, in the sampler's thread; or several such. One that raises is reported by a
-                warning and not called again.
+            write: one function, or several. The sampler's thread calls each function with every sample. A function that
+                raises is reported by a warning and not called again.
             interval: seconds from sample to sample.
-            pid: the process to watch, with all that descend from it; None is this one, ``"all"`` the whole machine.
-            dcgm: whether to ask DCGM for tensor-core and memory activity of GPUs before Hopper. It holds the hardware
-                counters from then to ``close()``: ``torch.profiler`` and Nsight fail meanwhile.
+            pid: process to watch, with its descendants. None is this process, and ``"all"`` is the whole machine.
+            dcgm: read tensor-core and memory activity of GPUs before Hopper from DCGM. DCGM then holds the hardware
+                counters until ``close()``, so that ``torch.profiler`` and Nsight fail.
 
         Raises:
             ValueError: ``interval`` is not a positive, finite number.
@@ -68,7 +71,10 @@ class Sampler:
         self._owner = os.getpid()
 
     def take(self) -> Sample:
-        """Take one sample and give it to the writers. The first sample has no rates. Not for use while started."""
+        """Take one sample, pass the sample to the writers, and return the sample.
+
+        The first sample has no rates. Do not call this method between ``start()`` and ``close()``.
+        """
         processes, ended = self._processes.sample()
         gpus, no_gpu = self._gpus.sample(_environment(self._pid))
         sample = Sample(time.time(), gpus, no_gpu, self._host.sample(), self._pid, ended, processes)
@@ -77,7 +83,7 @@ class Sampler:
         for write in list(self._writers):
             try:
                 write(sample)
-            except Exception as error:  # the writer's fault must end neither the training nor the sampling
+            except Exception as error:  # an error of a writer must end neither the training nor the sampling
                 self._writers.remove(write)
                 failed.append(error)
         for fault in failed:
@@ -88,7 +94,7 @@ class Sampler:
         """Start sampling in the background.
 
         Raises:
-            RuntimeError: it was started before.
+            RuntimeError: the sampler was started before.
         """
         if self._thread is not None:
             raise RuntimeError("a Sampler can be started once")
@@ -102,7 +108,7 @@ class Sampler:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
-            if self._thread.is_alive():  # NVML stays open: the thread is inside it
+            if self._thread.is_alive():  # NVML stays open, because the thread runs a query
                 warnings.warn("flatout's monitor hangs in the driver and is left behind", stacklevel=2)
                 return
         self._gpus.close()
@@ -121,14 +127,14 @@ class Sampler:
         while not self._stop.is_set():
             try:
                 self.take()
-            except Warning:  # which a filter made an error: shown as one, and sampling goes on
+            except Warning:  # a filter turned the warning into an error, which must not end the sampling
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            due = max(due + self._interval, time.monotonic())  # a sample that took too long is not made up for
+            due = max(due + self._interval, time.monotonic())  # missed samples are skipped
             self._stop.wait(due - time.monotonic())
 
 
 def _environment(pid: int | None) -> Mapping[str, str]:
-    """Return the environment of the watched process, or this process's own if that is not readable."""
+    """Return the environment of the watched process, or of this process if the former is not readable."""
     if pid is None or pid == os.getpid():
         return os.environ
     try:

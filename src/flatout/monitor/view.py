@@ -1,4 +1,4 @@
-"""Samples in a terminal: a panel for each GPU, one for the host, and the processes."""
+"""View of samples in a terminal: a panel for each GPU, a panel for the host, and the processes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _BAR, _ASCII_BAR = ("━", "─"), ("#", ".")
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇", "_.-=+*#"
 _ASCII = str.maketrans({"·": "|", "°": " ", "–": "-", "└": "-", "…": "~"})
 _SPARKLINE_WIDTH = 96
-"""Columns inside a panel from which the last minute is drawn beside the bars."""
+"""Smallest width inside a panel, in columns, for a sparkline of the last minute beside the bars."""
 
 _NARROW = 52
-"""Columns inside a panel below which the figures need the bars' room."""
+"""Smallest width inside a panel, in columns, for bars. Narrower panels show figures alone."""
 
 _GPU_LINES, _OTHER_LINES = 12, 14
-"""Lines of a GPU's panel and of all else; where they are more than the terminal's, a GPU is one line of a table."""
+"""Lines of a GPU's panel, and of everything else. If a terminal has fewer lines, each GPU is one line of a table."""
 
-_HOT = 85  # °C: most data-centre GPUs slow down from 85 to 90
+_HOT = 85  # °C. Most data-center GPUs slow down from 85 to 90
 
 
 class View:
-    """Last sample and the minute before it, for rich to print at any width from 40."""
+    """View of the last sample and of the minute before. rich prints the view at any width of 40 columns or more."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        """Takes the samples, oldest first; at least one."""
+        """Keep the samples, oldest first. There is at least one."""
         self._samples = samples
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -133,7 +133,7 @@ class _Pen:
     def meter(
         self, table: Table, label: str, percents: Sequence[float | None], value: str | None, style: str = "green"
     ) -> None:
-        """Add a line: label, bar of the last per cent, value, and the minute before."""
+        """Add a line with label, bar of the last value, text, and sparkline of the last minute."""
         known = value is not None
         cells = [self.text(label)]
         if not self.narrow:
@@ -234,7 +234,7 @@ def _gpu_table(pen: _Pen, gpus: Sequence[GpuSample]) -> Table:
 
 
 def _gpu_notes(gpu: GpuSample) -> Iterator[tuple[str, str]]:
-    """Return the values that no bar shows, each with its style."""
+    """Yield the values that no bar shows, each with its style."""
     if "handle" in gpu.missing:
         yield gpu.missing["handle"], "red"
         return
@@ -321,7 +321,7 @@ def _processes(pen: _Pen, sample: Sample) -> Table:
 
 
 def _nested(processes: Sequence[ProcessSample], root: int | None) -> Iterator[tuple[int, ProcessSample]]:
-    """Return the processes with their depth, each below its parent, siblings in the given order."""
+    """Yield the processes with their depth. Each process follows its parent, and siblings keep their order."""
     if root is None:
         yield from ((0, process) for process in processes)
         return

@@ -13,7 +13,7 @@ class Wanted:
 
     Attributes:
         index: NVML's number of the GPU; None for a MIG device, which is found by its UUID.
-        cuda_index: torch's number; None where it cannot be known.
+        cuda_index: torch's number; None if unknown.
         mig_uuid: UUID of a MIG device.
     """
 
@@ -28,15 +28,16 @@ UNKNOWN_ORDER = "the GPUs differ and CUDA numbers the fastest first; set CUDA_DE
 def visible_devices(
     environment: Mapping[str, str], uuids: Sequence[str | None], names: Sequence[str | None]
 ) -> tuple[Wanted, ...]:
-    """Return the devices of ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
+    """Return the devices of ``CUDA_VISIBLE_DEVICES``, as CUDA does, up to the first entry that names no GPU.
 
-    NVML counts by PCI bus, CUDA from the fastest GPU unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. On a machine with
-    different GPUs, CUDA's numbers are therefore unknown here. All GPUs are then sampled, without ``cuda_index``.
+    NVML numbers the GPUs by PCI bus. CUDA numbers the fastest GPU first, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. On a
+    machine with different GPUs, CUDA's numbers are therefore unknown. If the variable is not set or begins with such a
+    number, the result is all GPUs, without ``cuda_index``.
 
     Args:
-        environment: of the watched process.
-        uuids: of NVML's GPUs, in order; None where it could not be read.
-        names: of the same; None where it could not be read.
+        environment: environment variables of the watched process.
+        uuids: UUIDs of NVML's GPUs, in order; None for a UUID that could not be read.
+        names: names of NVML's GPUs, in order; None for a name that could not be read.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     ordered = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({*names} - {None}) <= 1
@@ -52,7 +53,7 @@ def visible_devices(
         if wanted is None:
             break
         if any((wanted.index, wanted.mig_uuid) == (other.index, other.mig_uuid) for other in found):
-            return ()  # CUDA shows no GPU at all where one is named twice
+            return ()  # CUDA shows no GPU if one GPU is named twice
         found.append(wanted)
     return tuple(found)
 

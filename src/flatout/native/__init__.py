@@ -1,4 +1,4 @@
-"""Loads the native core: ``torch.ops.flatout.*`` and the torch-free classes of ``flatout.native._host``."""
+"""Native core: ``torch.ops.flatout.*`` and the torch-free classes of ``flatout.native._host``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if _torch_version() < OLDEST_TORCH:
 
 
 def _operators() -> Path:
-    """Path of the operator library, beside ``_host`` (an editable install keeps both outside this folder)."""
+    """Return the path of the operator library, in the folder of ``_host``.
+
+    In an editable install, both are outside of this folder.
+    """
     spec = importlib.util.find_spec("flatout.native._host")
     if spec is None or spec.origin is None:
         raise ImportError("flatout's native core is not built: run `pip install .` in its source folder")
@@ -34,12 +37,12 @@ def _operators() -> Path:
 
 torch.ops.load_library(str(_operators()))
 
-# After torch, so that its libraries are loaded first; the fakes need the operators.
+# These imports follow that of torch, whose libraries must be loaded first. The fakes need the operators.
 from flatout.native import _host, fakes  # noqa: E402, F401
 from flatout.native.driver import OldDriver, old_driver, warn_of_old_driver  # noqa: E402
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
-"""True when the CUDA kernels were compiled in."""
+"""True if this build has CUDA kernels."""
 
 
 if not BUILT_WITH_CUDA and torch.version.cuda is not None and torch.cuda.is_available():

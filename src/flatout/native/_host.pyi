@@ -17,9 +17,9 @@ def cuda_versions() -> tuple[int, int]:
     """
 
 def needed_driver(runtime: int) -> int:
-    """Return the oldest driver for kernels of a CUDA runtime. A driver counts as the newest CUDA that it supports."""
+    """Return the oldest driver for kernels of a CUDA runtime, as the newest CUDA version that the driver supports."""
 
-# Address, Extent and Handle cannot be checked and are trusted. Wrong values of other arguments raise.
+# Values of Address, Extent and Handle cannot be checked. Wrong values of other arguments raise.
 Address = int
 """Address of memory that the caller keeps valid, such as ``tensor.data_ptr()``."""
 Extent = int
@@ -63,7 +63,7 @@ PHASES: tuple[str, ...]
 """Names of the phases, by their numbers."""
 
 class StepTimer:
-    """Base of timers that are written in Python."""
+    """Base class of timers that are written in Python."""
 
 class Phase:
     """Context manager that measures the time of one phase of a step."""
@@ -75,19 +75,23 @@ class Step:
     """The running step, as returned by ``with counter.step(...) as step``."""
 
     def phase(self, name: str, /) -> Phase:
-        """Tells what the step does inside the block: a name of ``Phases``, such as ``"forward"``.
+        """Return a context for a phase of the step. Profilers show the phase as a range. Phases do not nest.
 
-        It is a range for profilers too. A phase does not nest in another.
+        Args:
+            name: one of ``PHASES``, such as ``"forward"``.
 
         Raises:
-            ValueError: there is no such phase.
+            ValueError: ``name`` is not in ``PHASES``.
         """
 
     def __enter__(self) -> Step: ...
     def __exit__(self, *exception: object) -> None: ...
 
 class StepCounter:
-    """A token names a step between its begin and its end; 0 is the one that begins next. FLOPs not known are None."""
+    """Counter of steps. A token identifies a step from its begin to its end. Unknown FLOPs are None.
+
+    Token 0 is the step that begins next.
+    """
 
     def __init__(self, window: int) -> None: ...
     def use_events(self, device: int, current_stream: Callable[[int], int]) -> None: ...
@@ -120,12 +124,21 @@ class StepCounter:
     def total(self) -> StepReading: ...
 
 def signature(value: object, Tensor: type[Tensor], tensors_of: Callable[[Any], list[Tensor]], /) -> bytes:
-    """Shape, dtype and requires_grad of every tensor in ``value``; ``tensors_of`` lists them for parts that are neither
-    tensors nor tuples, lists, dicts, strings or numbers."""
+    """Return the shape, dtype and requires_grad of every tensor in ``value``, as bytes.
+
+    Args:
+        value: tensors in tuples, lists, dicts and other objects.
+        Tensor: ``torch.Tensor``.
+        tensors_of: lists the tensors of parts that are neither tensors nor tuples, lists, dicts, strings or numbers.
+    """
 
 def show_ranges(profiler: dict[str, Any], range: Callable[[str], AbstractContextManager[object]]) -> None:
-    """Show steps and phases as such ranges while an NVTX tool or torch's profiler listens; ``profiler`` is the
-    namespace of ``torch.autograd.profiler``."""
+    """Show steps and phases as ranges while an NVTX tool or torch's profiler listens.
+
+    Args:
+        profiler: namespace of ``torch.autograd.profiler``.
+        range: returns a range with a name.
+    """
 
 def range_push(name: str) -> None: ...
 def range_pop() -> None: ...

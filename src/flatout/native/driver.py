@@ -25,13 +25,13 @@ class OldDriver:
 
 
 def old_driver() -> OldDriver | None:
-    """Return the driver if it is too old for flatout's CUDA kernels, or None if it is new enough or not installed."""
+    """Return the driver if it is too old for flatout's CUDA kernels; None if it is new enough or not installed."""
     driver, runtime = _host.cuda_versions()
     needed = _host.needed_driver(runtime)
     if driver == 0 or runtime == 0 or driver >= needed:
         return None
     fix = f"install a driver for CUDA {_text(needed)} or newer"
-    if driver >= _host.needed_driver(driver):  # a toolkit of the driver's major version would do
+    if driver >= _host.needed_driver(driver):  # a toolkit of the driver's major version suffices
         fix += f", or build flatout with a CUDA {driver // 1000} toolkit"
     return OldDriver(_text(driver), _text(runtime), fix)
 

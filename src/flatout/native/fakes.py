@@ -1,4 +1,4 @@
-"""What the native operators return, for tracing: shapes, dtypes and devices without running anything."""
+"""Fake kernels of the native operators for tracing: shapes, dtypes and devices without computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that move the least memory an update can: subclasses of torch's, and one-call updates.
+"""Optimizers with a native step in one pass over memory, as subclasses of torch's, and updates in one call.
 
 Files to write for another optimizer rule:
 

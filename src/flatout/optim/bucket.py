@@ -1,4 +1,4 @@
-"""Buckets: the parameters of one group, device and dtype, laid out for the native core once and kept by number."""
+"""Buckets: the parameters of one group, device and dtype, which the native core keeps under a number."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from flatout.optim.options import StateLayout, compute_dtype
 _ops = torch.ops.flatout
 _versions = attrgetter("_version")
 _PART_SHIFT = 20
-"""Random bits are keyed by 32-bit numbers: below, the parameter's; above, its part's over the ranks."""
+"""Position of a part's number in the 32-bit key of random bits. The lower bits have the number of the parameter."""
 
 READY, STALE, STRIDES, FOREIGN = range(4)
-"""What ``set_grads`` says: ready to step; tensors have moved, make a new bucket; some gradient has other strides
-than its weight; some gradient is not for the kernels."""
+"""Results of ``set_grads``.
+
+- READY: the bucket can step.
+- STALE: tensors have moved, so a new bucket is needed.
+- STRIDES: a gradient has other strides than its weight.
+- FOREIGN: the kernels do not accept a gradient.
+"""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a bucket have in common."""
+    """Properties that the parameters of a bucket have in common."""
 
     rule: str
     """Name of the rule in csrc/optim/rules.h."""
@@ -37,20 +42,20 @@ class Kind:
     streams: tuple[str, ...]
     """State entries that the rule updates with the parameter."""
     count_dtype: torch.dtype | None
-    """Dtype of new step counts; None where steps are not counted."""
+    """Dtype of new step counts; None if steps are not counted."""
     seeded: bool
-    """Something is rounded stochastically."""
+    """True if parameters or moments are rounded stochastically."""
     layout: StateLayout
-    """What is kept beside."""
+    """Dtypes of the moments and of the additional state."""
 
     @property
     def has_state(self) -> bool:
-        """Parameters keep something; for those that do not, torch makes no state entry either."""
+        """True if parameters have state. Otherwise they have no state entry, as in torch."""
         return bool(self.streams or self.count_dtype or self.layout.extras)
 
 
 def takes(parameter: Tensor, grad: Tensor | None) -> bool:
-    """True when a bucket can hold ``parameter`` and be given ``grad``."""
+    """Return True if a bucket can hold ``parameter`` and accept ``grad``."""
     if not _is_native(parameter) or not dtensor.is_settled(parameter):
         return False
     return grad is None or (
@@ -62,12 +67,12 @@ def takes(parameter: Tensor, grad: Tensor | None) -> bool:
 
 
 def _is_native(tensor: Tensor) -> bool:
-    # The type comes first: tensors of other types, such as lazy parameters, may have no memory and raise when asked.
+    # The type is checked first, because tensors of other types, such as lazy parameters, may have no memory.
     return type(dtensor.local(tensor)) in dtensor.PLAIN and gradients.is_native(_real(tensor))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """True when two elements lie at one address, as in an expanded tensor: no elementwise update is defined then."""
+    """Return True if two elements have one address, as in an expanded tensor. Updates are then undefined."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -75,14 +80,14 @@ def overlaps_itself(tensor: Tensor) -> bool:
         reach += (size - 1) * stride
     else:
         return False
-    # Interleaved dimensions may still miss each other: count.
+    # Interleaved dimensions may have no common address, so the addresses are counted.
     reach = sum((size - 1) * stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     addresses = torch.arange(reach + 1).as_strided(tensor.shape, tensor.stride())
     return addresses.unique().numel() < tensor.numel()
 
 
 def like(tensor: Tensor, leader: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``tensor`` with the device and strides of ``leader``, in ``dtype``; a copy only where something differs."""
+    """Return ``tensor`` with the device and strides of ``leader``, in ``dtype``. Copy only if one of these differs."""
     tensor = dtensor.spread_like(tensor, leader).to(device=leader.device, dtype=dtype)
     if _laid_out_like(tensor, leader):
         return tensor
@@ -94,15 +99,15 @@ def _laid_out_like(tensor: Tensor, leader: Tensor) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The real numbers in this process's memory behind ``tensor``."""
+    """Return the part of ``tensor`` in this process, as real numbers."""
     return gradients.as_real(dtensor.local(tensor).resolve_conj())
 
 
 def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
-    """Completes the state of one parameter; what is there is kept, with the strides of ``p``.
+    """Complete the state of one parameter. Existing entries are kept, with the strides of ``p``.
 
-    As torch begins it, except that the step count lies beside its parameter. A count that is missing where there
-    are moments already is 1: they come from a class that did not count.
+    New entries are those of torch, except that the step count is on the device of the parameter. If moments exist
+    without a count, the count becomes 1, because they come from a class that does not count.
     """
     moments = kind.layout.moments
     if kind.count_dtype is not None:
@@ -121,7 +126,7 @@ def _begin(state: dict[str, Any], p: Tensor, kind: Kind) -> None:
 
 
 def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype) -> None:
-    """Begins a moment of ``p`` with zeros, or converts what is there: to ``dtype``, device and strides of ``p``."""
+    """Create a moment of ``p`` as zeros, or convert the existing one to ``dtype``, device and strides of ``p``."""
     if not gradients.is_dense(dtensor.local(p)):
         p = torch.empty_like(p)  # moments are dense
     moment, absmax = state.get(name), dynamic8.absmax_name(name)
@@ -130,7 +135,7 @@ def keep_moment(state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype)
             state[name], state[absmax] = moment.to(p.device), state[absmax].to(p.device)
             return
         moment = dynamic8.decode(moment, state[absmax], name)
-    if dtype == torch.uint8:  # blocks are in the order of memory, so strides come first
+    if dtype == torch.uint8:  # blocks have the order of memory, so strides change first
         made = dynamic8.zeros(p, name) if moment is None else dynamic8.encode(like(moment, p), name)
         state[name], state[absmax] = made
     else:
@@ -147,17 +152,17 @@ def _first(name: str, state: dict[str, Any], p: Tensor, dtype: torch.dtype) -> T
 
 
 def drop_weights(state: dict[str, Any], kind: Kind) -> None:
-    """Drops the master or remainder of other options: nobody keeps it up with the parameter any more."""
+    """Drop a master or remainder that the options do not use, because no step updates it."""
     for name in {"master", "remainder"} - kind.layout.extras.keys():
         state.pop(name, None)
 
 
 def _weight(state: dict[str, Any], p: Tensor) -> Tensor:
-    """What is behind a parameter, or the part of it here: its master, what it forms with its remainder, or itself."""
+    """Return the local part of a weight: the master, the parameter with its remainder, or the parameter."""
     if "remainder" in state:
         high = dtensor.local(p).view(torch.int16).to(torch.int32) << 16
         weight = (high + dtensor.local(state["remainder"]).to(torch.int32)).view(torch.float32)
-        # Somebody wrote a zero or an infinity over a parameter: beside them not every remainder makes a number.
+        # After a write of zero or infinity to the parameter, some remainders make a NaN.
         return torch.where(weight.isnan(), high.view(torch.float32), weight)
     return dtensor.local(state.get("master", p))
 
@@ -165,14 +170,14 @@ def _weight(state: dict[str, Any], p: Tensor) -> Tensor:
 class Bucket:
     """Parameters of one :class:`Kind`, device and dtype with their state, as the native core keeps them.
 
-    Whoever keeps a bucket has to see that a parameter, its memory or an entry of its state was replaced. Freed with
-    this object, and never copied.
+    The owner of a bucket must detect that a parameter, its memory or an entry of its state was replaced. The native
+    bucket is freed with this object, and must not be copied.
 
     Args:
-        kind: what the parameters have in common.
-        params: at least one; they share no memory.
-        positions: of the parameters among all of the optimizer; they key the random bits.
-        states: of the parameters; completed here. Empty for a rule that keeps none.
+        kind: properties that the parameters have in common.
+        params: at least one parameter. No two of them share memory.
+        positions: positions of the parameters in the optimizer, which are keys of the random bits.
+        states: states of the parameters, which are completed here. Empty for a rule without state.
     """
 
     def __init__(self, kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> None:
@@ -183,9 +188,9 @@ class Bucket:
         self._positions = positions
         self._complex = params[0].is_complex()
         self._distributed = any(map(dtensor.is_distributed, params))
-        # What stands for a parameter in the core. Not the parameter itself: torch.utils.swap_tensors refuses one that
-        # somebody else holds. The kernels walk dense blocks of real numbers, so any other parameter is computed in a
-        # block of its own and written back.
+        # Tensors that represent parameters in the core, because torch.utils.swap_tensors refuses a parameter that has
+        # other references. The kernels need dense blocks of real numbers. So any other parameter is computed in a
+        # separate block and written back.
         self._leaders = [p.detach() if self._is_walked(p) else torch.empty_like(p).copy_(p) for p in params]
         self._stand_ins = {i for i, p in enumerate(params) if not self._is_walked(p)}
         for state, leader in zip(states, self._leaders, strict=bool(states)):
@@ -260,7 +265,7 @@ class Bucket:
         return status
 
     def step(self, options: list[float], **scalars: Any) -> None:
-        """One step with the gradients set, behind ``refresh_masters``; arguments as of the operator."""
+        """Run one step with the gradients that are set, after ``refresh_masters``. Arguments are the operator's."""
         stand_ins = self._stand_ins.intersection(self._which) if self._stand_ins else ()
         for i in stand_ins:
             self._leaders[i].copy_(self._params[i])
@@ -284,12 +289,15 @@ class Bucket:
         return [tensors[i] for i in self._which] if tensors and len(self._which) < len(tensors) else tensors
 
     def _seen(self) -> list[int]:
-        """Which writes to the parameters there have been: torch.distributed.checkpoint writes the parts of DTensors."""
+        """Return versions that change with writes to parameters, or to parts of DTensors, as in a checkpoint load."""
         parts = list(map(dtensor.local, self._params)) if self._distributed else []
         return list(map(_versions, self._params + parts))
 
     def refresh_masters(self) -> None:
-        """Somebody else wrote a parameter, as ``model.load_state_dict`` does: its master follows where it differs."""
+        """Copy parameters to their masters where they differ, after other code has written a parameter.
+
+        ``model.load_state_dict`` is an example of such code.
+        """
         if self._masters and self._seen() != self._versions:
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
@@ -298,7 +306,7 @@ class Bucket:
 
 
 def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> list[Bucket]:
-    """One bucket; or, where parameters share memory, several to step one after the other, as torch's loop does."""
+    """Make one bucket, or several that step in order, as in torch's loop, if parameters share memory."""
     if sharing(params) is None:
         return [Bucket(kind, params, positions, states)]
     waves: list[list[int]] = []
@@ -316,7 +324,7 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
 
 
 def sharing(params: list[Tensor]) -> tuple[int, int] | None:
-    """Which two of the parameters share memory, or lie in one another's span."""
+    """Return the indices of two parameters whose spans of memory overlap; None if there are none."""
     spans = []
     for i, p in enumerate(map(dtensor.local, params)):
         if p.numel():

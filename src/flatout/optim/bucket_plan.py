@@ -1,4 +1,4 @@
-"""All buckets of an optimizer, and the check that they still fit it."""
+"""All buckets of an optimizer, and the check that they still fit the optimizer."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Bucketed(Protocol):
 
 
 class BucketPlan:
-    """Which buckets an optimizer has, made anew as seldom as possible.
+    """Buckets of an optimizer, which are made again only if the optimizer has changed.
 
-    What may change under it is looked at before each step, at C speed: who the parameters are, where their memory is,
-    every value in the state, and the options that decide what is kept. The native core sees for itself when the
-    state's memory has moved.
+    Each step first compares everything that may have changed, at C speed. These are the parameters, the addresses of
+    their memory, every value in the state, and the options that determine the state. The native core itself detects
+    that the memory of the state has moved.
 
     A parameter is in a bucket, and has state, from its first gradient on.
     """
@@ -66,12 +66,13 @@ class BucketPlan:
         self._redistributed = False  # some gradients of DTensors were redistributed into new tensors
 
     def ready(self, optimizer: Bucketed) -> list[Bucket] | None:
-        """The buckets with something to do, their gradients set; None when something is not for the kernels.
+        """Return the buckets with work to do, with their gradients set; None if the kernels do not accept a tensor.
 
-        Changes no parameter, and no state when the answer is None.
+        No parameter is changed. If the result is None, no state is changed.
 
         Raises:
-            ValueError: the options and a parameter do not go together, or a parameter overlaps itself.
+            ValueError: the options do not fit a parameter, or a parameter overlaps itself. Or two parameters with
+                master weights share memory.
         """
         params = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         grads = list(map(_grad, params))
@@ -79,7 +80,7 @@ class BucketPlan:
         if not known:
             self._distributed = any(map(dtensor.is_distributed, params))
         if self._distributed:
-            # Before anything that may go otherwise on another rank: this waits for all of them.
+            # This waits for all ranks. So it comes before code that may take another path on another rank.
             given, grads = grads, [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
             self._redistributed = any(map(is_not, grads, given))
         status = STALE
@@ -97,7 +98,7 @@ class BucketPlan:
         return [bucket for bucket in self._buckets if bucket.given] if status == READY else None
 
     def can_unscale(self) -> bool:
-        """Return whether the step may write the gradients: they are the ``p.grad`` tensors and share no memory."""
+        """Return True if the step may write the gradients, which are the ``p.grad`` tensors and share no memory."""
         given = [bucket for bucket in self._buckets if bucket.given]
         return (
             not self._redistributed
@@ -129,9 +130,9 @@ class BucketPlan:
         return READY if newcomers == 0 else STALE
 
     def _make(self, optimizer: Bucketed, params: list[Tensor], grads: list[Tensor | None]) -> int:
-        self._buckets, self._params = [], []  # until done: nothing holds
+        self._buckets, self._params = [], []  # invalid until this method is done
         members = self._members | {i for i, grad in enumerate(grads) if grad is not None}
-        # All are looked at before the first state is begun.
+        # All parameters are checked before any state is created.
         if not all(takes(params[i], grads[i]) for i in members):
             return FOREIGN
         for i in members:
@@ -165,7 +166,7 @@ class BucketPlan:
         return self._set_grads(grads)
 
     def _kinds(self, optimizer: Bucketed, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
-        """Positions of the members by what they have in common."""
+        """Group the positions of the members by kind, device and ranks."""
         found: dict[tuple[Any, ...], list[int]] = {}
         groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
         for position, (group, p) in enumerate(zip(groups, params, strict=True)):
@@ -179,7 +180,7 @@ class BucketPlan:
 
 
 def _begins_twice(optimizer: Bucketed, kind: Kind, params: list[Tensor]) -> bool:
-    """Return whether SGD is about to create the momentum buffer of a parameter that is listed twice.
+    """Return True if SGD is about to create the momentum buffer of a parameter that is listed twice.
 
     torch's loop sets the buffer to the gradient at each mention. Native steps would add the gradient to the same zeros
     twice.
@@ -195,12 +196,12 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 def _places(params: list[Tensor]) -> list[list[Any]]:
-    """Where the parameters lie in memory, and as what. Their shapes the core compares with the gradients'."""
+    """Return the addresses, strides and dtypes of parameters. The core compares shapes with those of gradients."""
     return [list(map(look, params)) for look in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
 
 def _forms(optimizer: Bucketed) -> list[Any]:
-    """Per group, all that its buckets depend on and a user may change between steps."""
+    """Return, for each group, all values that determine its buckets and that may change between steps."""
     return [
         (len(group["params"]), optimizer._streams(group), optimizer._counts(group), options.form(group))
         for group in optimizer.param_groups

@@ -15,18 +15,18 @@ from torch import Tensor
 from flatout.core import gradients
 
 BLOCK = 256
-"""Elements with one absmax."""
+"""Number of elements that share one absmax."""
 SMALLEST = 4096
-"""Elements of the smallest parameter with moments in 8 bits: below, there is little to save."""
+"""Elements of the smallest parameter with moments in 8 bits. Smaller parameters would save little memory."""
 
 
 def absmax_name(name: str) -> str:
-    """The state entry beside a moment in 8 bits."""
+    """Return the name of the state entry with the absmaxes of a moment in 8 bits."""
     return f"{name}_absmax"
 
 
 def coded(state: dict[str, Any]) -> list[str]:
-    """The moments in 8 bits among the entries of a parameter's state, in use or not."""
+    """Return the names of the moments in 8 bits in a parameter's state, in use or not."""
     return [name for name in state if absmax_name(name) in state]
 
 
@@ -48,12 +48,12 @@ def check_codes(state: dict[str, Any], moments: Iterable[str], parameter: Tensor
 
 
 def has_sign(name: str) -> bool:
-    """False for second moments, which have a map of their own."""
+    """Return True if a moment may be negative. Second moments are not, and have a different map."""
     return not name.endswith("_sq")
 
 
 def zeros(like: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Codes and absmaxes of a moment of zeros with the shape, strides and device of ``like``."""
+    """Return codes and absmaxes of a moment of zeros, with the shape, strides and device of ``like``."""
     codes = torch.full_like(like, 127 if has_sign(name) else 0, dtype=torch.uint8, requires_grad=False)
     return codes, torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
 
@@ -66,7 +66,7 @@ def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
     Args:
         values: a dense tensor of any float dtype and device.
-        name: name of the state entry, which determines whether codes have a sign.
+        name: name of the state entry, which determines if codes have a sign.
 
     Returns:
         ``(codes, absmax)`` on the device of ``values``. Codes are uint8 with the shape and strides of ``values``. The
@@ -79,7 +79,7 @@ def encode(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, absmax: Tensor, name: str) -> Tensor:
-    """The moment called ``name`` in float32, with the shape, strides and device of its codes."""
+    """Return the moment called ``name`` in float32, with the shape, strides and device of its codes."""
     here = codes.to(_converter(codes))
     values = torch.empty_like(here, dtype=torch.float32)
     torch.ops.flatout.decode_(values, here, absmax.to(here.device), has_sign(name))

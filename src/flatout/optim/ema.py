@@ -1,4 +1,4 @@
-"""The averages of an optimizer's weights: saved, put into the model, and taken out again."""
+"""Averages of an optimizer's weights: saving, loading, and use in the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flatout.optim.options import compute_dtype
 
 
 class Averages:
-    """``optimizer.ema``: exponential moving averages of the weights, kept by the step where ``ema_decay`` is set.
+    """``optimizer.ema``: exponential moving averages of the weights, which the step updates if ``ema_decay`` is set.
 
-    They equal ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(ema_decay)``, first updated before
-    the first step. A parameter that has not been stepped is its own average. They are part of
-    ``optimizer.state_dict()`` too.
+    The averages equal those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(ema_decay)``, if its
+    first update precedes the first step. A parameter without a step is its own average. ``optimizer.state_dict()``
+    contains the averages, too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -32,17 +32,17 @@ class Averages:
         return [state[p].get("ema") if p in state else None for _, p in self._parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"averages": {position of the parameter: average}}``; tensors are the live ones, as in torch."""
+        """Return ``{"averages": {position of the parameter: average}}``. Tensors are not copied, as in torch."""
         found = {i: average for i, average in enumerate(self._averages()) if average is not None}
         return {"averages": found}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the averages of another optimizer over the same parameters, or of a model of other dtype.
+        """Load the averages of another optimizer over the same parameters, or over those of a model of another dtype.
 
         Raises:
-            ValueError: it is not of :meth:`state_dict`, or an average has no parameter of its shape in a group with
-                ``ema_decay``. Nothing is changed.
+            ValueError: ``state_dict`` is not the result of :meth:`state_dict`, or an average has no parameter of the
+                same shape in a group with ``ema_decay``. Nothing is changed.
         """
         if "averages" not in state_dict:
             raise ValueError(f"state_dict must have the key 'averages', got {list(state_dict)}")
@@ -60,10 +60,13 @@ class Averages:
 
     @torch.no_grad()
     def copy_to(self, parameters: Iterable[Tensor]) -> None:
-        """Writes the averages, rounded to their dtype, into ``parameters``: as many as the optimizer has, in order.
+        """Write the averages to ``parameters``, rounded to their dtype.
+
+        Args:
+            parameters: as many as the optimizer has, in the same order.
 
         Raises:
-            ValueError: there are more or fewer parameters. Nothing is changed.
+            ValueError: the number of parameters differs. Nothing is changed.
         """
         targets, sources = list(parameters), self._parameters()
         if len(targets) != len(sources):
@@ -73,12 +76,13 @@ class Averages:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside, parameters (and their low-precision copies) hold the averages; after, the very bits of before.
+        """Replace the parameters, and their low-precision copies, by the averages inside the block.
 
-        It costs one copy of the parameters. The optimizer cannot step inside.
+        After the block, the parameters have the same bits as before. This takes the memory of one copy of the
+        parameters. The optimizer cannot step inside the block.
 
         Raises:
-            RuntimeError: the averages are swapped in already.
+            RuntimeError: the block is inside another such block.
         """
         optimizer = self._optimizer
         if getattr(optimizer, "_swapped", False):

@@ -1,4 +1,4 @@
-"""Turns a torch optimizer in use into flatout's, in place, and back."""
+"""Conversion of a torch optimizer in use to flatout's, in place, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from flatout.core import gradients
+from flatout.core.step_hooks import is_patched
 from flatout.optim import options
 from flatout.optim.adam import Adam, AdamW
 from flatout.optim.bucket import keep_moment, takes
 from flatout.optim.dynamic8 import coded
-from flatout.optim.native_step import NativeStep, before_fuse, is_patched
+from flatout.optim.native_step import NativeStep, before_fuse
 from flatout.optim.sgd import SGD
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -24,11 +25,11 @@ _NATIVE: dict[type, type[NativeStep]] = {native._torch_class: native for native 
 """Classes of ``torch.optim`` that :func:`fuse` converts, with the native class of each."""
 
 FUSABLE = tuple(cls.__name__ for cls in _NATIVE)
-"""Names of these classes."""
+"""Names of the classes that :func:`fuse` converts."""
 
 
 def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why :func:`fuse` would leave ``optimizer`` as it is, in one sentence; None when it would convert it."""
+    """Return why :func:`fuse` would not convert ``optimizer``, in one sentence; None if it would."""
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if isinstance(optimizer, NativeStep):
         return f"{name} is native already."
@@ -54,20 +55,21 @@ def why_not_fusable(optimizer: torch.optim.Optimizer) -> str | None:
 def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
     """Give an optimizer of ``torch.optim`` its native step, in place and at any time.
 
-    The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) stay what they are;
-    only its class changes, to the subclass of the same name in ``flatout.optim``. :func:`unfuse` undoes it.
+    The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) do not change. Only its class
+    becomes the subclass of the same name in ``flatout.optim``. :func:`unfuse` reverts the conversion.
 
     Args:
-        optimizer: any optimizer. One that cannot be converted is left alone; :func:`why_not_fusable` says
-            why. One that is native already only gets the additions.
+        optimizer: any optimizer. If it cannot be converted, nothing changes, and :func:`why_not_fusable` returns the
+            reason. An optimizer that is already native only gets the additional options.
         additions: additional options of :class:`flatout.optim.AdamW`, for all groups.
 
     Returns:
         ``optimizer`` itself.
 
     Raises:
-        TypeError: an addition is not one.
-        ValueError: an addition has a value that it cannot have, or not with these parameters. Nothing is changed.
+        TypeError: ``additions`` has an unknown option.
+        ValueError: an additional option has an invalid value, or a value that these parameters cannot have. Nothing is
+            changed.
     """
     unknown = additions.keys() - options.NEUTRAL.keys()
     if unknown:
@@ -86,12 +88,12 @@ def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
 
 
 def unfuse(optimizer: _Optimizer) -> _Optimizer:
-    """Undoes :func:`fuse`, on the optimizer or a copy of it: class, ``step``, options and state are torch's again.
+    """Revert :func:`fuse`, on the optimizer or a copy of it: class, ``step``, options and state are torch's again.
 
-    Masters, averages and whatever else the additional options kept is dropped.
+    Masters, averages and all other state of the additional options are dropped.
 
     Args:
-        optimizer: any optimizer; one that :func:`fuse` did not convert is left alone.
+        optimizer: any optimizer. Nothing changes if :func:`fuse` did not convert it.
 
     Returns:
         ``optimizer`` itself.
@@ -114,7 +116,7 @@ def unfuse(optimizer: _Optimizer) -> _Optimizer:
 
 
 def _torchs(optimizer: NativeStep, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """The state of one parameter as torch would have it: keys, dtypes, and the device of the step count."""
+    """Return the state of one parameter with the keys, dtypes and device of the step count that torch has."""
     state = optimizer._published(group, optimizer.state[p])
     for name in options.EXTRA_STATE:
         state.pop(name, None)
@@ -132,7 +134,7 @@ def _become(optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer]) 
 
 
 def _as_scheduler_wraps(optimizer: torch.optim.Optimizer) -> Any:
-    """The class's step as ``LRScheduler`` puts it on an instance: notes the call, holds no reference."""
+    """Return a ``step`` for the instance, as ``LRScheduler`` makes it: it notes the call and holds no reference."""
     function: Any = type(optimizer).step
     reference = weakref.ref(optimizer)
 

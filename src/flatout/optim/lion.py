@@ -1,4 +1,4 @@
-"""``Lion``: the sign of an interpolated momentum."""
+"""``Lion``: optimizer that steps by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.optim.native_step import NativeStep
 
 
 class _TorchLion(torch.optim.Optimizer):
-    """The rule in torch's own operations, for what the native kernels do not take."""
+    """Lion in torch's own operations, for tensors that the native kernels do not accept."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Lion(NativeStep, _TorchLion):
 
     Args:
         params: parameters, or groups of them, as in ``torch.optim``.
-        lr: learning rate; a third to a tenth of AdamW's, with a weight decay that is as much larger.
-        betas: of the direction, and of the momentum that is kept.
-        weight_decay: decoupled.
-        maximize: go up the gradient.
-        foreach, capturable, fused: accepted as in ``torch.optim``, and make no difference.
+        lr: learning rate. A third to a tenth of AdamW's is usual, with a weight decay larger by the same factor.
+        betas: coefficients of the direction of the step, and of the momentum that is kept.
+        weight_decay: decoupled weight decay.
+        maximize: maximize the objective instead of minimizing it.
+        foreach, capturable, fused: accepted as in ``torch.optim``. They do not change the update.
         differentiable: must be False.
 
     For the additional options see :class:`flatout.optim.AdamW`.

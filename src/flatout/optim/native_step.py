@@ -1,4 +1,4 @@
-"""What flatout's optimizers share: the step that runs native operators, and torch's own where they cannot."""
+"""Base class of flatout's optimizers: a step with native operators, or with torch's where these cannot run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flatout.core import gradients
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.step_hooks import unhooked_step
+from flatout.core.uncompiled import uncompiled
 from flatout.optim import options
 from flatout.optim.atomic_update import AtomicUpdate, PartialUpdateError
 from flatout.optim.bucket import Bucket, Kind, keep_moment
@@ -22,31 +24,12 @@ before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.Wea
 """Optimizers that ``fuse`` converted, with the ``step`` that an LR scheduler had put on the instance, or None."""
 
 
-_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-
-
-def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """``cls.step`` without the profiling and hook wrapper that torch puts around it once per class."""
-    step: Any = cls.step
-    while getattr(step, "__code__", None) is _HOOKED:  # not by an attribute: functools.wraps copies those
-        step = step.__wrapped__
-    return step
-
-
-def is_patched(optimizer: torch.optim.Optimizer) -> bool:
-    """True when ``step`` was replaced on the instance by anything but an LR scheduler's wrapper."""
-    step = optimizer.__dict__.get("step")
-    if step is None:
-        return False
-    return not hasattr(step, "_wrapped_by_lr_sched") or step.__wrapped__ is not type(optimizer).step
-
-
 class NativeStep(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: same options, same state, one native pass per group.
 
     ``step`` does not change ``p.grad``: the factor of a lazy update is applied in registers. With a ``grad_scale``,
     which torch's GradScaler sets, ``step`` leaves unscaled gradients, as torch's fused optimizers do. Addresses of
-    tensors are kept from step to step; :meth:`release` drops them.
+    tensors are kept from step to step. :meth:`release` drops them.
     """
 
     _torch_class: ClassVar[type[torch.optim.Optimizer]]
@@ -66,7 +49,7 @@ class NativeStep(torch.optim.Optimizer):
         low_precision_copy: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        # torch's constructor makes `defaults` and adds the groups in one go: these wait for the first group.
+        # torch's constructor makes `defaults` and adds the groups at once, so `add_param_group` reads these options.
         self._additions = {
             "master_weights": master_weights,
             "moment_dtype": moment_dtype,
@@ -77,14 +60,14 @@ class NativeStep(torch.optim.Optimizer):
         }
         super().__init__(params, *args, **kwargs)
 
-    # What a rule says of itself
+    # Defined by each rule
 
     def _streams(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """State entries that the rule updates with the parameter, in the operator's order."""
+        """Return the state entries that the rule updates with the parameter, in the operator's order."""
         raise NotImplementedError
 
     def _counts(self, group: dict[str, Any]) -> bool:
-        """Whether the rule needs step counts."""
+        """Return True if the rule needs step counts."""
         raise NotImplementedError
 
     def _options(self, group: dict[str, Any]) -> list[float | Tensor]:
@@ -97,7 +80,7 @@ class NativeStep(torch.optim.Optimizer):
     # Groups and the step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``differentiable=True`` is refused, because in-place native steps have no gradient."""
+        """Add a group as in torch. ``differentiable=True`` is refused, because native steps have no gradient."""
         if "_additions" in self.__dict__:
             self.defaults.update(self.__dict__.pop("_additions"))
             options.normalize(self.defaults)
@@ -117,31 +100,32 @@ class NativeStep(torch.optim.Optimizer):
             )
 
     def release(self) -> None:
-        """Lets go of the memory of parameters and state; the next step finds it anew.
+        """Release the references to the memory of parameters and state. The next step finds this memory again.
 
-        Between steps the optimizer holds on to the memory that it stepped last. After parameters or state were moved
-        away (offloaded), call this to have the memory that they left freed at once.
+        Between steps, the optimizer keeps the memory of the last step alive. Call this after parameters or state were
+        moved to another place (offloaded), so that their old memory is freed at once.
         """
         self.__dict__.pop("_plan", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient.
+        """Update all parameters that have a gradient.
 
-        Inside a function under ``torch.compile`` it is one graph break, and a new learning rate or scale compiles
-        nothing anew. ``fullgraph=True`` takes neither it nor a step of ``torch.optim``: compile the model or the loss.
+        Inside a function under ``torch.compile``, the step is one graph break. A new learning rate or scale does not
+        recompile. ``fullgraph=True`` accepts neither this step nor one of ``torch.optim``. Compile the model or the
+        loss instead.
 
         Args:
             closure: reevaluates the model and returns the loss, as in torch.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
         Raises:
-            ValueError: a parameter overlaps itself (``expand``), or does not go together with the options.
-            RuntimeError: an additional option is set, and something is not for the native kernels.
-            torch.OutOfMemoryError: as all that runs out of memory. It comes before the first change: ``step`` may be
-                called again.
-            PartialUpdateError: torch's own step, where that has to do, ran out of memory in the middle.
+            ValueError: a parameter overlaps itself (``expand``), or the options do not fit a parameter.
+            RuntimeError: an additional option is set, and the native kernels do not accept a parameter, a gradient or
+                an option. Or the parameters hold their averages (:meth:`flatout.optim.Averages.swap`).
+            torch.OutOfMemoryError: memory ran out before the first change, so ``step`` can be called again.
+            PartialUpdateError: memory ran out after some parameters, state or gradients had changed.
         """
         loss = None
         if closure is not None:
@@ -151,10 +135,10 @@ class NativeStep(torch.optim.Optimizer):
             self._update()
         return loss
 
-    @torch.compiler.disable
+    @uncompiled
     def _update(self) -> None:
         found_inf = getattr(self, "found_inf", None)
-        factor = getattr(self, "_grad_factor", None)
+        factor: Any = getattr(self, "_grad_factor", None)
         grad_scale = getattr(self, "grad_scale", None)
         unscales = getattr(self, "_unscales_grads", False)
         if grad_scale is not None:
@@ -185,7 +169,7 @@ class NativeStep(torch.optim.Optimizer):
         scalars = [self._scalars(bucket, factor, found_inf) | {"unscale_grads": unscales} for bucket in ready]
         for bucket in ready:
             bucket.refresh_masters()
-        # All memory is there now, but for the tables of CUDA launches, which are small, and made once.
+        # All memory is allocated now, except for the tables of CUDA launches, which are small and made once.
         for i, bucket in enumerate(ready):
             try:
                 numbers = map(float, self._options(self.param_groups[bucket.kind.group]))
@@ -210,14 +194,14 @@ class NativeStep(torch.optim.Optimizer):
         }
 
     def _prepare(self) -> list[Bucket] | None:
-        """The buckets with something to do, their gradients set; None: torch's own step is to do it."""
+        """Return the buckets with work to do, with their gradients set; None if torch's own step must run."""
         if self.__dict__.get("_swapped"):
             raise RuntimeError("step() inside optimizer.ema.swap(): the parameters hold their averages")
         if any(map(self._only_the_device_knows, self.param_groups)):
             return None
         if "_plan" not in self.__dict__:
             self._plan = BucketPlan()
-        # State made in inference mode could not be written outside of it.
+        # State that is created in inference mode cannot be written outside of this mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)
 
@@ -227,7 +211,7 @@ class NativeStep(torch.optim.Optimizer):
         return any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
 
     def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:
-        """What parameters of ``dtype`` in a group have in common, those with moments in 8 bits or the others."""
+        """Return the kind of the parameters of ``dtype`` in a group, with moments in 8 bits or without."""
         chosen = self.param_groups[group]
         layout, streams = options.layout(chosen, dtype, in_8_bits), self._streams(chosen)
         rounded = ([layout.moments] if streams else []) + ([] if layout.has_master else [dtype])
@@ -236,7 +220,7 @@ class NativeStep(torch.optim.Optimizer):
         return Kind(self._rule, group, streams, options.count_dtype(chosen) if counted else None, seeded, layout)
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None, unscales: bool = False) -> None:
-        """The same update by torch's class; it must ask the device whether to skip."""
+        """Run the same update by torch's class, which waits for the device to decide about a skip."""
         added = {name for group in self.param_groups for name in options.additions_of(group)}
         if added:
             raise RuntimeError(
@@ -258,7 +242,7 @@ class NativeStep(torch.optim.Optimizer):
                     gradients.scale_(grads, factor)
                 unhooked_step(self._torch_class)(self)
         except RuntimeError as error:
-            if watch.has_rewritten_gradients:  # the next call would do so once more
+            if watch.has_rewritten_gradients:  # the next call would scale them again
                 raise PartialUpdateError(self) from error
             raise
         finally:
@@ -268,17 +252,18 @@ class NativeStep(torch.optim.Optimizer):
 
     @property
     def ema(self) -> Averages:
-        """The averages of the weights, where ``ema_decay`` is set."""
+        """Averages of the weights in groups with ``ema_decay``."""
         return Averages(self)
 
     def copy_of(self, parameter: Tensor) -> Tensor:
-        """The copy of a float32 parameter in its group's ``low_precision_copy`` dtype.
+        """Return the copy of a float32 parameter in its group's ``low_precision_copy`` dtype.
 
-        Each step writes it, and so does this call: it equals the parameter now. It is the same tensor as long as the
-        parameter stays on its device and keeps its strides.
+        Each step writes the copy, and so does this call. So the copy has the present values, rounded. The result is
+        the same tensor as long as the parameter stays on its device and keeps its strides.
 
         Raises:
-            ValueError: ``parameter`` is not the optimizer's, not float32, or its group has no ``low_precision_copy``.
+            ValueError: ``parameter`` is not in the optimizer or not float32, or its group has no
+                ``low_precision_copy``.
         """
         for group in self.param_groups:
             if any(p is parameter for p in group["params"]):
@@ -295,8 +280,8 @@ class NativeStep(torch.optim.Optimizer):
     # Saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch: step counts lie where torch has them, and copies, which are derived, are left out."""
-        # Before the user's own hooks, which may give it any form.
+        """Return the state as in torch. Step counts are where torch has them. Low-precision copies are left out."""
+        # This hook runs before the user's own hooks, which may change the form of the result.
         publish = self.register_state_dict_post_hook(lambda _, result: self._publish(result), prepend=True)
         try:
             return super().state_dict()
@@ -314,21 +299,20 @@ class NativeStep(torch.optim.Optimizer):
         return {**result, "state": entries, "param_groups": list(map(options.saved, result["param_groups"]))}
 
     def _published(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """The state of one parameter as others may see it."""
+        """Return the state of one parameter in the form of ``state_dict``."""
         result = {name: value for name, value in state.items() if name != "copy"}
         if "step" in result and not (group.get("capturable") or group.get("fused")):
             result["step"] = result["step"].cpu()
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, from this class or from torch's.
+        """Load a state of this class, or of torch's class, as in torch.
 
-        torch casts state to the parameter's dtype; here each entry gets the dtype that the options ask for, from
-        what was saved. Additional options that the saved groups do not name stay as they are.
+        torch casts state to the dtype of the parameter. Here, each saved entry is converted to the dtype that the
+        options require. Additional options that the saved groups lack do not change.
 
         Raises:
-            ValueError: as in torch, or the saved options do not go together with the parameters here. Nothing is
-                changed.
+            ValueError: as in torch, or the saved options do not fit the parameters. Nothing is changed.
         """
         loaded: dict[str, Any] = {}
         groups, state = self.param_groups, self.state
@@ -373,7 +357,7 @@ class NativeStep(torch.optim.Optimizer):
                     elif name in options.EXTRA_STATE:
                         del self.state[p][name]
                 if "copy" in state.get(p, {}):
-                    self.state[p]["copy"] = state[p]["copy"]  # the very tensor, which the user may hold
+                    self.state[p]["copy"] = state[p]["copy"]  # the same tensor, which the user may hold
 
     def __getstate__(self) -> dict[str, Any]:
         fused = {"_fused": True} if self in before_fuse else {}
@@ -382,7 +366,7 @@ class NativeStep(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state.pop("_fused", False):
             before_fuse[self] = None
-        # torch's classes take it that who has an entry has been stepped: averages and copies may be there before.
+        # torch's classes expect step counts in each entry. Averages and copies may exist before the first step.
         entries = state.get("state", {})
         extras = {p: e for p, e in entries.items() if isinstance(e, dict) and e.keys() <= set(options.EXTRA_STATE)}
         for p in extras:
@@ -392,7 +376,7 @@ class NativeStep(torch.optim.Optimizer):
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
-    """The rate as a number, or as a tensor on ``device`` when only the device knows it."""
+    """Return the rate as a number, or as a tensor on ``device`` if the host does not have the value."""
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         return float(lr), None
     moved = gradients.on_device(lr, device)

@@ -1,4 +1,4 @@
-"""What flatout's optimizers offer beyond torch's: the options, and what a parameter keeps under them."""
+"""Additional options of flatout's optimizers, and the state that a parameter has under these options."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ NEUTRAL: dict[str, Any] = {
     "ema_decay": None,
     "low_precision_copy": None,
 }
-"""The additional options with the values that change nothing. A param group has only those that it sets otherwise,
-so that without them groups equal torch's."""
+"""Additional options, with the values that change nothing.
+
+A param group has only the options with other values, so that a group without additional options equals torch's.
+"""
 
 EXTRA_STATE = ("master", "remainder", "copy", "ema")
 """State keys that torch's classes do not have."""
@@ -33,20 +35,20 @@ _DTYPES = ("moment_dtype", "low_precision_copy")
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What a parameter of one dtype keeps under the options of its group."""
+    """State of parameters of one dtype under the options of their group."""
 
     moments: torch.dtype
     extras: dict[str, torch.dtype]
-    """Of :data:`EXTRA_STATE`: what there is, in which dtype."""
+    """Dtypes of the entries of :data:`EXTRA_STATE` that parameters have."""
 
     @property
     def has_master(self) -> bool:
-        """The parameter is a rounded form of the weight that is updated."""
+        """True if the parameter is a rounded form of the weight that is updated."""
         return "master" in self.extras or "remainder" in self.extras
 
 
 def form(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`layout` depends on; numbers that may change from step to step are not part of it."""
+    """Return the options that determine the state of a parameter, without numbers that may change between steps."""
     get = group.get
     return (
         get("master_weights"),
@@ -58,7 +60,7 @@ def form(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
-    """True when its group asks for moments in 8 bits, and a parameter is large enough for them.
+    """Return True if the group requests moments in 8 bits, and the parameter's size and dtype allow them.
 
     Raises:
         ValueError: the parameter is a DTensor.
@@ -70,16 +72,21 @@ def in_8_bits(group: dict[str, Any], p: Tensor) -> bool:
         and (p.dtype in _HALF or p.dtype == torch.float32)
     )
     if wanted and dtensor.is_distributed(p):
-        # Their absmaxes would have to be spread over ranks as the blocks are.
+        # The absmaxes would have to be sharded over the ranks like the blocks.
         raise ValueError("moment_dtype=torch.uint8 is not for DTensors: use torch.bfloat16")
     return wanted
 
 
 def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -> StateLayout:
-    """What parameters of ``dtype`` keep under the options of ``group``, those :func:`in_8_bits` or others.
+    """Return the state of parameters under the options of their group.
+
+    Args:
+        group: the param group.
+        dtype: dtype of the parameters.
+        in_8_bits: result of :func:`in_8_bits` for the parameters.
 
     Raises:
-        ValueError: the options do not go together for this dtype.
+        ValueError: the options contradict each other for this dtype.
     """
     half = dtype in _HALF
     master = group.get("master_weights") if half else None
@@ -110,7 +117,7 @@ def layout(group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool = False) -
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that parameters of ``dtype`` are computed and averaged in."""
+    """Return the dtype in which parameters of ``dtype`` are computed and averaged."""
     if dtype.is_complex:
         return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -123,15 +130,15 @@ def count_dtype(group: dict[str, Any]) -> torch.dtype:
 
 
 def saved(group: dict[str, Any]) -> dict[str, Any]:
-    """``group`` as ``state_dict`` has it: our dtypes by name, since torch.distributed.checkpoint gathers none."""
+    """Return ``group`` for ``state_dict``: dtypes are names, because torch.distributed.checkpoint gathers no dtypes."""
     return {**group, **{name: str(group[name]) for name in _DTYPES if isinstance(group.get(name), torch.dtype)}}
 
 
 def normalize(group: dict[str, Any]) -> None:
-    """Checks the additional options of ``group``, drops those that change nothing, and takes dtypes :func:`saved`.
+    """Check the additional options of ``group``, convert dtypes from names, and drop options that change nothing.
 
     Raises:
-        ValueError: an option, its value and what it may be; or :func:`layout`'s for a parameter of the group.
+        ValueError: an option has an invalid value, or the options contradict each other for a parameter of the group.
     """
     for name in _DTYPES:
         if isinstance(group.get(name), str):
@@ -145,7 +152,11 @@ def normalize(group: dict[str, Any]) -> None:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Refuses values that an additional option cannot have."""
+    """Refuse invalid values of additional options.
+
+    Raises:
+        ValueError: the message has the option, its value and the valid values.
+    """
     allowed: dict[str, tuple[Any, ...]] = {
         "master_weights": (None, "float32", "remainder"),
         "moment_dtype": (None, torch.float32, *_HALF, torch.uint8),
@@ -163,5 +174,5 @@ def check(options: dict[str, Any]) -> None:
 
 
 def additions_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The additional options that ``group`` sets to something."""
+    """Return the additional options that ``group`` sets."""
     return {name: group[name] for name, neutral in NEUTRAL.items() if group.get(name, neutral) not in (neutral, None)}

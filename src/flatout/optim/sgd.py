@@ -14,11 +14,13 @@ from flatout.optim.native_step import NativeStep
 class SGD(NativeStep, torch.optim.SGD):
     """Equals ``torch.optim.SGD`` with the same arguments, in one pass over memory.
 
-    Momentum buffers start as zeros, so a first step that found infinities leaves nothing undefined behind (in
-    torch's fused SGD it does). torch sets the buffer to the bare gradient in the first step; with
-    ``dampening`` that differs from the rule of later steps, and only the device knows which step is the first
-    one *taken*: a count per parameter is kept in its state, as ``step``. ``state_dict`` shows it only where
-    stochastic rounding needs it too; elsewhere it is torch's, and a buffer that waits for its first step is None.
+    Momentum buffers start as zeros. So they are defined after a skipped first step. torch's fused SGD leaves them
+    undefined.
+
+    In the first step, torch sets the buffer to the gradient. With ``dampening``, this differs from the rule of later
+    steps. Only the device has the information which step is the first one that is not skipped. So the state of each
+    parameter then has a count, ``step``. ``state_dict`` contains the count only if stochastic rounding needs it, too.
+    Otherwise ``state_dict`` equals torch's, and the buffer of a parameter with count 0 is None.
 
     For the additional options see :class:`flatout.optim.AdamW`.
     """

@@ -1,4 +1,4 @@
-"""One optimizer update: unscale, check, clip and step; a native one never waits for the device."""
+"""Optimizer update in one call: unscale, check, clip and step. A native update never waits for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flatout.core import gradients
 from flatout.core.dtensor import Ranks
-from flatout.core.step_hooks import has_users_pre_hooks
+from flatout.core.step_hooks import has_users_pre_hooks, is_patched, unhooked_step
+from flatout.core.uncompiled import uncompiled
 from flatout.optim.bucket import Bucket
 from flatout.optim.loss_scale import LossScale, inverse
-from flatout.optim.native_step import NativeStep, is_patched, unhooked_step
+from flatout.optim.native_step import NativeStep
 
 _ops = torch.ops.flatout
 
@@ -30,7 +31,7 @@ class UpdateResult:
     """``found_inf`` as bool. None, unless the check also computed the next loss scale."""
 
 
-@torch.compiler.disable
+@uncompiled
 def update(
     optimizer: torch.optim.Optimizer,
     *,
@@ -44,14 +45,14 @@ def update(
     With an optimizer of ``flatout.optim`` this is the lazy form. Gradients are read once by the check and once by the
     step, and are not rewritten: ``p.grad`` stays scaled and unclipped, for step pre-hooks too. AdamW moves 32 bytes per
     fp32 parameter instead of 48. For any other optimizer, gradients are first rewritten in place, with the same result.
-    Only torch's fused classes can skip a step on the device. For other classes the host asks the device.
+    Only torch's fused classes can skip a step on the device. For other classes the host waits for the device.
 
     Args:
         optimizer: the optimizer; all gradients of all its groups share one norm, as in
             ``torch.nn.utils.clip_grad_norm_``.
-        inv_scale: what the gradients are multiplied with before anything else: 1 / loss scale, 1 /
-            accumulated micro-batches, or their product. A 0-dim tensor stays on its device. A ``LossScale`` stands
-            for 1 / scale. Its next value is computed if all gradients are native and on its device.
+        inv_scale: factor of the gradients, applied first: 1 / loss scale, 1 / accumulated micro-batches, or their
+            product. A 0-dim tensor stays on its device. A ``LossScale`` stands for 1 / scale. The next scale is
+            computed if all gradients are native and on the device of the scale.
         max_grad_norm: clip to this norm.
         skip_nonfinite: leave everything unchanged (step counts included) when a gradient is inf or NaN. Default:
             True if ``inv_scale`` is a tensor or a ``LossScale``, as from a gradient scaler.
@@ -143,7 +144,7 @@ def _look_at_once(
 
 
 def _steps_at_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Nobody can change gradients between a call of ``optimizer.step`` and ours: no hook, no step of the user's."""
+    """Return True if no hook, and no ``step`` of the user's, can change gradients before the native step."""
     return (
         not optimizer._optimizer_step_pre_hooks
         and not has_users_pre_hooks()
@@ -159,11 +160,11 @@ def apply(
     ready: list[Bucket] | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """Call ``optimizer.step()`` with gradients times ``factor``, or skip the step where ``found_inf`` is set.
+    """Call ``optimizer.step()`` with gradients times ``factor``, or skip the step if ``found_inf`` is set.
 
     Args:
         optimizer: the optimizer.
-        factor: 0-dim tensor that gradients are multiplied with; None: 1.
+        factor: factor of the gradients, 0-dim; None: 1.
         found_inf: 0-dim tensor, not 0 to skip the step; None: never.
         ready: buckets of a native optimizer whose gradients are set.
         unscale_grads: see :func:`update`.
@@ -190,7 +191,10 @@ def apply(
 
 
 def spoils_buffers(optimizer: torch.optim.Optimizer) -> bool:
-    """True for a torch SGD whose next step begins buffers: a fused one that skips it leaves them uninitialised."""
+    """Return True if the next step of a torch SGD creates momentum buffers.
+
+    A fused SGD that skips this step leaves the buffers uninitialized.
+    """
     return isinstance(optimizer, torch.optim.SGD) and any(
         p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
@@ -200,7 +204,7 @@ def spoils_buffers(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_with(optimizer: torch.optim.Optimizer, **handed: Any) -> None:
-    """Steps with tensors handed over as attributes, the way torch.amp.GradScaler does it."""
+    """Call ``step`` with tensors passed as attributes of the optimizer, as torch.amp.GradScaler does."""
     handed = {name: value for name, value in handed.items() if value is not None}
     optimizer.__dict__.update(handed)
     try:

@@ -1,15 +1,15 @@
-"""Where the time of training steps goes: by part, operator and line of code; why a GPU idles; what to do about it.
+"""Profiler of training steps: time by part, operator and line of code, causes of GPU idle time, and advice.
 
 ``run.profile()`` profiles a run, ``flatout profile train.py`` any training script. Data flows in one direction::
 
     record    steps of a loop (record) or of a script (script): a search for syncs (syncs), times without the profiler
               (phase_timer), a Chrome trace
       trace   its events, launches and lines of code (trace, places), and the parts of a step (parts)
-    summary   a Profile (shown_profile, profile_data) of the times and the trace (gaps, operators, memory), and what to
-              do (advice, in_use)
+    summary   a Profile (shown_profile, profile_data) of the times and the trace (gaps, operators, memory_timeline),
+              with advice (advice, in_use)
     sections  its tables and texts, for the terminal (profile_text) and as a page (profile_page)
 
-``nsight`` has command lines for measurements that need NVIDIA's tools.
+``nsight`` builds command lines for measurements that require NVIDIA's tools.
 """
 
 from flatout.profile.profile_data import Gaps, Memory, Operator, Step, Sync

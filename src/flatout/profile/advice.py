@@ -35,7 +35,7 @@ Advice = Iterator[tuple[float, str]]
 
 
 def advise(profile: ProfileData, trace: Trace | None, rows: Sequence[Row] = ()) -> tuple[str, ...]:
-    """Return sentences, the largest cost first.
+    """Return the advice as sentences, the largest cost first.
 
     Args:
         profile: a profile without advice.
@@ -61,7 +61,7 @@ def advise(profile: ProfileData, trace: Trace | None, rows: Sequence[Row] = ()) 
 
 
 class _Adviser:
-    """Writer of sentences about a profile, which name only techniques that are left to try."""
+    """Writer of sentences about a profile. The sentences name only techniques that are left to try."""
 
     def __init__(self, profile: ProfileData, trace: Trace | None, rows: Sequence[Row]) -> None:
         self._profile, self._trace, self._rows = profile, trace, rows
@@ -103,7 +103,7 @@ class _Adviser:
         )
 
     def _update(self) -> tuple[float, str]:
-        # An update only moves memory. It should cost at most a tenth of forward and backward.
+        # An update only moves memory, so the update should cost at most a tenth of forward and backward.
         phases = self._profile.phases
         names = set() if self._trace is None else {event.name for event in self._trace.host}
         remedy = "."

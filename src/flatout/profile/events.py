@@ -12,10 +12,16 @@ RUNTIME = {"cuda_runtime", "cuda_driver"}
 
 @dataclass(eq=False)
 class Event:
-    """Something that took time on a thread of the host, or on a stream of a device.
+    """Interval on a thread of the host or on a stream of a device.
 
     Attributes:
-        parent: the shortest event of the same thread that holds this one.
+        name: ``name`` in the trace.
+        kind: ``cat`` in the trace.
+        start: microseconds.
+        end: microseconds.
+        thread: identifies the thread or stream.
+        args: ``args`` in the trace.
+        parent: innermost event of the same thread in which this event starts; None if there is none.
     """
 
     name: str
@@ -36,19 +42,19 @@ class Event:
         return self.kind in RUNTIME
 
     def ancestors(self) -> Iterator[Event]:
-        """This event, the one that holds it, and so on outwards."""
+        """Yield this event, its parent, and so on outwards."""
         event: Event | None = self
         while event is not None:
             yield event
             event = event.parent
 
     def operators(self) -> Iterator[Event]:
-        """Those of its ancestors that are operators of torch."""
+        """Return an iterator over the operators of torch among ``ancestors``, innermost first."""
         return (event for event in self.ancestors() if event.kind == "cpu_op")
 
 
 def nest(events: Sequence[Event]) -> None:
-    """Set the parent of each event. Events are sorted by start, the longer ones first.
+    """Set the parent of each event. The events must be sorted by start, the longer ones first.
 
     Events that were running when profiling stopped all end at that moment, in any order. So the parent of an event is
     the event in which it starts.

@@ -1,4 +1,4 @@
-"""When the GPU ran nothing, and who caused it."""
+"""Idle intervals of the GPU, and their causes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.profile.trace import Trace
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch of one cause in which the device had neither kernel nor copy, microseconds of the trace."""
+    """Interval of one cause in which the device ran neither kernels nor copies. Times are microseconds of the trace."""
 
     start: float
     end: float
@@ -24,7 +24,7 @@ class Gap:
 
 
 def busy(trace: Trace) -> list[tuple[float, float]]:
-    """When any stream of the device worked, within the steps: in order, without overlap."""
+    """Return the intervals within the steps in which any stream of the device worked, in order and without overlap."""
     merged: list[tuple[float, float]] = []
     for work in trace.device:
         start, end = max(work.start, trace.start), min(work.end, trace.end)
@@ -38,11 +38,11 @@ def busy(trace: Trace) -> list[tuple[float, float]]:
 
 
 def gaps(trace: Trace) -> list[Gap]:
-    """Every stretch without work on the device, in order, divided by what the host did meanwhile.
+    """Return all intervals without work on the device, in order, divided by the part of the step on the host.
 
-    Together with ``busy`` they are all of the profiled steps. The host's part ends when it launches the work that
-    ends the gap. A wait for the device leaves nothing queued behind: until that launch everything but loading and
-    copying is the wait's doing.
+    The gaps and ``busy`` together cover the profiled steps. The device causes a gap if the host launched the next work
+    before the gap. A wait for the device leaves the device's queue empty. If a gap begins during a wait, the wait
+    causes all of the gap except loading and copying.
     """
     if not trace.device:
         return []
@@ -64,7 +64,7 @@ def gaps(trace: Trace) -> list[Gap]:
 
 
 def grouped(trace: Trace, found: Iterable[Gap]) -> tuple[Gaps, ...]:
-    """Gaps of one cause and place together, costliest first."""
+    """Return the sums of gaps with the same cause, part of the step and place, costliest first."""
     lengths: dict[tuple[Cause, Phase, str], list[float]] = defaultdict(list)
     for gap in found:
         lengths[gap.cause, gap.phase, gap.where].append(1e-6 * (gap.end - gap.start))
@@ -76,7 +76,7 @@ def grouped(trace: Trace, found: Iterable[Gap]) -> tuple[Gaps, ...]:
 
 
 def _waits(trace: Trace) -> list[Event]:
-    """Calls of training that return when the device is done. A copy from or to pageable memory is one."""
+    """Return the calls of training that wait for the device, copies from and to pageable memory included."""
     paged = {trace.launch_of(work) for work in trace.device if work.kind == "gpu_memcpy" and "Pageable" in work.name}
     return [
         event

@@ -13,7 +13,10 @@ _CPU = 0  # c10::DeviceType
 
 
 def memory(trace: Trace) -> Memory | None:
-    """The timeline of the device that takes most, a GPU before the CPU; None when nothing was allocated."""
+    """Return the memory timeline of the device with the highest peak. A GPU precedes the CPU.
+
+    Return None if the trace has no memory events in the steps.
+    """
     timelines: dict[tuple[bool, int], list[tuple[float, int]]] = defaultdict(list)
     for event in trace.memory:
         told = event["args"]
@@ -29,7 +32,7 @@ def memory(trace: Trace) -> Memory | None:
 
 
 def _thinned(timeline: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """At most ``_POINTS`` points: of each stretch the highest, so that no peak is lost."""
+    """Return at most ``_POINTS`` points. Each point is the highest of its stretch, so that no peak is lost."""
     stride = -(-len(timeline) // _POINTS)
     stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     return tuple(max(stretch, key=lambda point: point[1]) for stretch in stretches)

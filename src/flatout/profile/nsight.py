@@ -1,8 +1,9 @@
-"""The command lines of Nsight Systems and Nsight Compute for a training script.
+"""Command lines of Nsight Systems and Nsight Compute for a training script.
 
-Both tools and torch's profiler want the same counters of the driver, so they must not run at once: under a tool,
-``flatout profile --capture`` only opens the range that is recorded (the CUDA profiler API, which both know by name and
-which holds autograd's own threads too; an NVTX push/pop range does not) and names the operators in it.
+Nsight and torch's profiler need the same counters of the driver, so the two must not run at once. Under Nsight,
+``flatout profile --capture`` only opens the range that Nsight records, and names the operators in the range. The range
+uses the CUDA profiler API, which both tools support and which includes autograd's own threads. An NVTX push/pop range
+does not include these threads.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _MAY_SAMPLE = 2  # highest level at which nsys samples without root
 
 
 def commands(script: str, args: Sequence[str], steps: int, warmup: int, *, is_module: bool = False) -> tuple[str, str]:
-    """What to type for a timeline (nsys) and for one kernel in depth (ncu).
+    """Return the commands for a timeline (nsys) and for the details of one kernel (ncu).
 
     Args:
         script: path of the training script.
         args: its arguments.
         steps: updates to record.
-        warmup: updates before.
+        warmup: updates before the recorded ones.
         is_module: True if ``script`` is the name of a module.
 
     Returns:
-        Two lines for a POSIX shell; ``{kernel}`` in the second stands for a kernel's name.
+        Two lines for a POSIX shell. ``{kernel}`` in the second line stands for the name of a kernel.
     """
     name = script.rpartition(".")[2] if is_module else Path(script).stem
     program = ["-m", script, *args] if is_module else [script, *args]
@@ -51,14 +52,17 @@ def commands(script: str, args: Sequence[str], steps: int, warmup: int, *, is_mo
 
 
 def kernel_filter(kernel: str) -> str:
-    """A kernel's name as ``ncu --kernel-name`` wants it: no return type, namespaces, template or arguments."""
+    """Return a kernel's name for ``ncu --kernel-name``, without return type, namespaces, template and arguments.
+
+    An empty name gives a filter that matches every kernel.
+    """
     bare = re.sub(r"\(anonymous namespace\)::", "", kernel)
     head = re.split(r"[<(]", bare, maxsplit=1)[0].split(" ")[-1].rpartition("::")[2]
     return shlex.quote(head) if head else "regex:."
 
 
 def commands_of_main(steps: int, warmup: int) -> tuple[str, ...]:
-    """``commands`` for the script that this process runs; none where it runs no script (a notebook, ``-c``, ``-m``)."""
+    """Return ``commands`` for the script of this process; empty if there is none (a notebook, ``-c``, ``-m``)."""
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     if script is None or getattr(main, "__spec__", None) is not None or not script.endswith(".py"):

@@ -1,4 +1,4 @@
-"""What torch's operators cost, and for which lines of code."""
+"""Costs of torch's operators, and the lines of code that cause them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from flatout.profile.trace import Trace
 
 
 def operators(trace: Trace, limit: int = 15) -> tuple[Operator, ...]:
-    """The costliest operators: by the time of their own kernels where there is a device, else by their own host time.
+    """Return the costliest operators, by the time of their own kernels.
+
+    Without a device, the operators' own time on the host counts.
 
     Args:
-        trace: with at least one step.
-        limit: how many.
+        trace: trace of at least one step.
+        limit: largest number of operators.
     """
     calls: dict[str, int] = defaultdict(int)
     host: dict[str, float] = defaultdict(float)
@@ -61,7 +63,7 @@ def operators(trace: Trace, limit: int = 15) -> tuple[Operator, ...]:
 
 
 def device_phases(trace: Trace) -> Mapping[Phase, float]:
-    """Seconds per step that kernels and copies take, by the part of the step that launched them; empty without any."""
+    """Return seconds per step of kernels and copies, by the part of the step that launched them; empty without any."""
     spent = dict.fromkeys(PHASES, 0.0)
     for work in trace.within(trace.device):
         launch = trace.launch_of(work)
@@ -70,7 +72,7 @@ def device_phases(trace: Trace) -> Mapping[Phase, float]:
 
 
 def top_kernel(trace: Trace) -> str:
-    """The name of the kernel that takes most device time; empty without a device."""
+    """Return the name of the kernel with the most device time; empty without a kernel."""
     spent: dict[str, float] = defaultdict(float)
     for work in trace.within(trace.device):
         if work.kind == "kernel":

@@ -114,7 +114,7 @@ def _inferred(
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the events that lie in no other."""
+    """Return the events that lie in no other event."""
     kept: list[Event] = []
     for event in events:
         if not kept or event.start >= kept[-1].end:
@@ -134,7 +134,7 @@ def _losses(spans: list[PhaseSpan]) -> Iterator[PhaseSpan]:
 
 
 def _flat(spans: list[PhaseSpan]) -> list[PhaseSpan]:
-    """Return spans without overlap. The innermost one counts: an update of LBFGS runs forwards and backwards."""
+    """Return spans without overlap. The innermost span counts: an update of LBFGS runs forwards and backwards."""
     always = PhaseSpan(float("-inf"), float("inf"), "host_idle")
     pending = sorted([always, *spans], key=lambda span: (span.start, -span.end))[::-1]
     edges = sorted({edge for span in pending for edge in (span.start, span.end)})

@@ -39,7 +39,7 @@ _CALLS: tuple[tuple[Any, str, str], ...] = (
 
 
 class Clock(Protocol):
-    """Source of marks in time."""
+    """Clock whose readings ("marks") are converted to seconds later, when the device has reached them."""
 
     def mark(self) -> Any:
         """Return the present moment."""
@@ -71,7 +71,7 @@ class DeviceClock:
         self._stream = torch.cuda.current_stream()
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event; None while a CUDA graph is captured, which must not hold it."""
+        """Return an event; None during the capture of a CUDA graph, which must not contain the event."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +79,7 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event | None]) -> list[float]:
-        """Wait for the GPU, and return seconds since the first mark. A mark in a capture repeats the one before."""
+        """Wait for the GPU, and return seconds since the first mark. A mark in a capture repeats the time before."""
         torch.cuda.synchronize(self._stream.device)
         times: list[float] = []
         begun = next(mark for mark in marks if mark is not None)
@@ -95,7 +95,7 @@ def make_clock() -> Clock:
 
 @dataclass(slots=True)
 class _Span:
-    """Interval of a part of a step. Start and end are numbers of marks; the end is None while the part runs."""
+    """Interval of a part of a step. Start and end are numbers of marks. The end is None while the part runs."""
 
     name: str
     start: int
@@ -151,7 +151,7 @@ class PhaseTimer:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Record parts within the ``with`` block; ranges and functions are as before at its end."""
+        """Record parts within the ``with`` block. The end of the block restores ranges and functions."""
         with ExitStack() as stack:
             stack.enter_context(ranges_shown_as(partial(_Range, self)))
             stack.enter_context(replaced(record_function, "__enter__", self._entering))
@@ -265,7 +265,7 @@ def is_gpu(target: Any) -> bool:
 
 
 def _forwards(events: Sequence[Event], boundaries: Sequence[float]) -> list[Event]:
-    """Return a forward before each backward, from the last end of a loading, update, backward or step."""
+    """Return a forward before each backward, starting at the last end of a loading, update, backward or step."""
     ends = list(boundaries)
     found = []
     for event in events:

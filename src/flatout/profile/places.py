@@ -1,4 +1,4 @@
-"""Whose code a frame is: places are ``file:line`` of the user's code, the file as torch's profiler shortens it."""
+"""Places in the user's code, as ``file:line``. Paths of files are shortened as in torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ import torch
 _PLACE = re.compile(r"(?P<file>.+):(?P<line>\d+)(?: \(.+\))?")
 _NOT_THE_USERS = {"torch", "functorch", "flatout", "numpy", "triton"}
 _ROOTS = tuple(os.path.dirname(os.path.dirname(file)) for file in (torch.__file__, os.path.dirname(__file__)))
-"""Folders that hold the packages torch and flatout; an editable install is not on ``sys.path``."""
+"""Folders that hold the packages torch and flatout. An editable install is not on ``sys.path``."""
 
 
 def short(filename: str) -> str:
-    """A file's path without the longest entry of ``sys.path`` that it begins with, as torch's profiler writes it."""
+    """Return a file's path without its longest prefix from ``sys.path``, as torch's profiler does."""
     folders = (folder.rstrip(os.sep) + os.sep for folder in (*sys.path, *_ROOTS) if folder)
     return filename[max((len(folder) for folder in folders if filename.startswith(folder)), default=0) :]
 
 
 def is_users(file: str) -> bool:
-    """Whether a shortened path is code that somebody here can change: neither torch's, flatout's nor Python's own."""
-    if file.startswith("<") or "torchinductor_" in file:  # <string>, <built-in ...>; code that torch.compile wrote
+    """Return True if a shortened path counts as the user's code.
+
+    Generated code does not count, nor does code of torch, functorch, flatout, numpy, triton or Python's library.
+    """
+    if file.startswith("<") or "torchinductor_" in file:  # <string>, <built-in ...>, or code that torch.compile wrote
         return False
-    if file == short(_main_file()):  # may have the name of a module of Python's
+    if file == short(_main_file()):  # a script may have the name of a module of Python's library
         return True
     top = short(file).split(os.sep)[0].removesuffix(".py")
     return top not in _NOT_THE_USERS and top not in sys.stdlib_module_names
 
 
 def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
-    """A frame, the one that called it, and so on, each with its shortened file."""
+    """Yield a frame and its callers, innermost first, each with its shortened file."""
     while frame is not None:
         yield frame, short(frame.f_code.co_filename)
         frame = frame.f_back
 
 
 def of_frame(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost place of the user's code, from ``frame`` outwards, and its line of code; empty where none is."""
+    """Return the innermost place of the user's code from ``frame`` outwards, and its line of code; empty if none."""
     for at, file in outwards(frame):
         if is_users(file):
             return f"{file}:{at.f_lineno}", linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
@@ -49,7 +52,7 @@ def of_frame(frame: FrameType | None) -> tuple[str, str]:
 
 
 def code_at(place: str) -> str:
-    """The line of code at ``file:line`` or ``file:line (name)``; empty where it cannot be read."""
+    """Return the line of code at ``file:line`` or ``file:line (name)``; empty if the line cannot be read."""
     found = _PLACE.fullmatch(place)
     return "" if found is None else linecache.getline(found["file"], int(found["line"])).strip()
 

@@ -1,4 +1,4 @@
-"""Data of a profile, plain and frozen: every rendering (terminal, page, JSON) reads it."""
+"""Frozen data classes of a profile, the source of its text, page and JSON form."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Literal, get_args
 
 Phase = Literal["loader_wait", "h2d", "forward", "backward", "update", "host_idle"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""Parts of a step, in their order, by the clock of the host or, with a GPU, of its stream.
+"""Parts of a step, in order. The host's clock times the parts, or with a GPU the events of a stream.
 
-``host_idle`` is the rest of the time: the loop's own code between the other parts.
+``host_idle`` is the time of the loop's own code between the other parts.
 """
 
 Cause = Literal["loader", "copy", "sync", "launch", "own code", "device"]
@@ -37,9 +37,9 @@ class Operator:
         calls: per step.
         host_seconds: per step, on the host, without the operators that it calls.
         device_seconds: per step, of the kernels that it launches itself; 0 without a GPU.
-        share: of a profiled step: ``device_seconds`` where there is a GPU, else ``host_seconds``.
-        where: ``file:line`` of the user's code where most of that time comes from (for a backward operator: of the
-            forward operator that it belongs to); empty when not known.
+        share: share of a profiled step: ``device_seconds`` with a GPU, else ``host_seconds``.
+        where: ``file:line`` of the user's code that causes most of this time; empty if unknown. A backward operator has
+            the line of its forward operator.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Gaps:
     """Intervals of one cause in which the GPU ran nothing.
 
     Attributes:
-        cause: activity of the host meanwhile.
+        cause: cause of the intervals.
         phase: part of the step.
-        where: ``file:line`` of the user's code, or the operator; empty when not known.
+        where: ``file:line`` of the user's code, or the operator; empty if unknown.
         count: number of intervals per profiled step.
         seconds: idle time of a step without the profiler, divided among causes as under the profiler.
         longest: longest interval under the profiler, seconds.
@@ -77,11 +77,11 @@ class Sync:
 
     Attributes:
         what: the call, e.g. ``item``.
-        where: ``file:line`` of the user's code; empty when no frame is the user's.
-        code: that line.
+        where: ``file:line`` of the user's code; empty if no frame is in the user's code.
+        code: code of the line.
         phase: part of the step.
         per_step: calls per step.
-        is_in_every_step: False if a searched step lacks the call, such as a call of an evaluation.
+        is_in_every_step: False if a searched step lacks the call, for example a call of an evaluation.
     """
 
     what: str
@@ -97,7 +97,7 @@ class Memory:
     """Memory of tensors.
 
     Attributes:
-        device: such as ``cuda:0``; ``cpu`` counts only allocations since profiling began.
+        device: name of the device, such as ``cuda:0``. For ``cpu``, only allocations since profiling began count.
         timeline: (seconds since the first profiled step, bytes allocated), in order.
         peak: bytes.
         peak_phase: part of the step with the peak.
@@ -114,7 +114,7 @@ class Step:
     """One step.
 
     Attributes:
-        seconds: its wall time.
+        seconds: wall time.
         phases: seconds of each part.
     """
 
@@ -153,19 +153,18 @@ class ProfileData:
         before: number of steps before the timed ones: warm-up, search for syncs, and use of prefetched batches.
         profiled_steps: number of steps under the profiler, after the timed ones.
         profiled_seconds: mean time of the profiled steps; None if the loop ended before the profiler began.
-        samples: per step; None when not known.
-        phases: mean seconds per step and part, without the profiler; they sum up to ``seconds``.
+        samples: samples per step; None if unknown.
+        phases: mean seconds per step and part, without the profiler. The sum of all parts is ``seconds``.
         device_phases: mean seconds per step in which the GPU worked for each part; empty without a GPU.
         operators: costliest first. Operators, ``gaps`` and ``memory`` come from the profiler.
-        gaps: why the GPU idled, costliest first; empty without a GPU.
-        syncs: where the host waits for the GPU, or would.
-        memory: what tensors take over time.
+        gaps: idle time of the GPU by cause and place, costliest first; empty without a GPU.
+        syncs: places where the host waits for the GPU, or would wait with one.
+        memory: memory of tensors over time; None if the trace has none.
         advice: sentences on costs and remedies, largest cost first.
-        verdict: of a run on its last steps: MFU beside NVML's utilisation, what is usual, what limits it; empty for a
-            script.
-        commands: lines for Nsight Systems and Nsight Compute, for what only they show; empty without a script.
-        environment: what the figures must be read with.
-        trace: the file behind ``to_chrome_trace``; None for a profile that was read or made by hand.
+        verdict: MFU of the timed steps of a run, NVML's utilization, the usual MFU, and the limit; empty for a script.
+        commands: command lines for Nsight Systems and Nsight Compute; empty without a script.
+        environment: device, cores, versions and date of the figures.
+        trace: file that ``to_chrome_trace`` copies; None if no step was profiled or the profile was made by hand.
     """
 
     steps: tuple[Step, ...]

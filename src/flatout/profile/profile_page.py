@@ -1,4 +1,4 @@
-"""A profile as a page."""
+"""HTML form of a profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.report.charts import Segment
 
 
 def fragment(profile: ProfileData) -> Markup:
-    """Return the parts of the profile, top to bottom, without document and style."""
+    """Return the HTML of the profile, without the document around it and without style."""
     total = profile.profiled_steps * (profile.profiled_seconds or 0.0)
     return html.render(
         "profile.html.j2",
@@ -41,7 +41,7 @@ def steps_chart(steps: tuple[Step, ...]) -> Markup:
 
 
 def memory_chart(memory: Memory, seconds: float) -> Markup:
-    """Draw the allocated memory over the profiled steps, which took ``seconds`` together."""
+    """Draw the allocated memory over the profiled steps, whose total time is ``seconds``."""
     return charts.area("memory allocated over the profiled steps", memory.timeline, seconds, memory.peak)
 
 

@@ -1,4 +1,4 @@
-"""A profile as text."""
+"""Text form of a profile."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def render(profile: ProfileData, options: ConsoleOptions) -> Iterator[Renderable
 
 
 def continued(command: str, width: int) -> str:
-    """Return a shell command on several lines, which a shell reads unchanged; a longer word has its own line."""
+    """Return a shell command split over several lines. A word longer than ``width`` has its own line."""
     lines = [""]
     for word in map(shlex.quote, shlex.split(command)):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
@@ -68,7 +68,7 @@ def continued(command: str, width: int) -> str:
 
 
 def to_text(profile: ProfileData, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Return the profile as plain text; see ``report.terminal.plain_text``."""
+    """Return the profile as plain text. The arguments are those of ``report.terminal.plain_text``."""
     return terminal.plain_text(lambda options: render(profile, options), width, ascii_only)
 
 

@@ -26,7 +26,7 @@ from flatout.profile.trace import BOUNDARY, Trace
 from flatout.report.model import Row
 
 SEARCHED_STEPS = 2
-"""Number of steps that are searched for syncs. They are not timed, because watching every operator slows them down."""
+"""Number of steps that are searched for syncs. These steps are not timed, because the search slows every operator."""
 _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
 _ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
@@ -49,20 +49,24 @@ def profile_run(
 ) -> Profile:
     """Profile a loop of ``step(batch)`` over ``loader``, which continues from epoch to epoch.
 
-    Every step trains. The first ``warmup`` steps warm up. Two search for syncs. Some consume batches that loaders have
-    in store. The next ``steps`` are timed without the profiler, and as many after these run under it. On a GPU one step
-    more precedes timing, and one more precedes profiling.
+    Every step trains. The first ``warmup`` steps warm up. Two steps search for syncs. Some steps consume the batches
+    that loaders have prefetched. The next ``steps`` steps are timed without the profiler. Then ``steps`` more steps run
+    under the profiler. On a GPU, one extra step precedes the timed steps, and one precedes the profiled steps.
 
     Args:
-        loader: yields batches; iterated as often as needed.
+        loader: yields batches. Each epoch is a new iteration over the loader.
         step: trains on a batch.
         steps: number of steps to time, and number of steps to profile.
         warmup: number of steps before all others.
-        verdict: returns ``Profile.verdict`` for the mean of the timed steps, right after them.
+        verdict: returns ``Profile.verdict`` for the mean of the timed steps. The call follows the last timed step.
         rows: rows of the report on this training. Advice leaves out techniques that the report has decided.
 
+    Returns:
+        The profile. The profile covers fewer steps if an epoch of ``loader`` is empty before the end.
+
     Raises:
-        ValueError: ``steps`` < 1, ``warmup`` < 0, or a loader that ends before a step could be timed.
+        ValueError: ``steps`` < 1, ``warmup`` < 0, or ``loader`` ends before a step is timed.
+        RuntimeError: another profiler of torch is active.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
@@ -117,7 +121,7 @@ class ProfileRecording:
         return self._timer.count
 
     def profile(self, samples: float | None = None, commands: Sequence[str] = ()) -> Profile:
-        """Return the profile of the recorded steps; for the arguments see ``summarise``.
+        """Return the profile of the recorded steps. The arguments are those of ``summarise``.
 
         Raises:
             ValueError: no step was timed.
@@ -147,7 +151,7 @@ class ProfileRecording:
         _load_cupti()
         profiler = TorchProfiler(activities=_activities(), record_shapes=True, profile_memory=True, with_stack=True)
         with _refused(profiler):
-            # Meanwhile loaders have prefetched batches, which come without a wait. Timed steps must not take these.
+            # Loaders have prefetched batches in the meantime. Timed steps must not use batches that need no wait.
             # On a GPU, one more step lets the host run ahead of the GPU before timing begins.
             ahead = _ahead() + torch.cuda.is_initialized()
             self.before += ahead
@@ -200,7 +204,7 @@ class ProfileRecording:
 
 
 def _wait(steps: int) -> Course:
-    """Let this number of steps pass."""
+    """Let ``steps`` steps pass."""
     for _ in range(steps):
         yield False
 
@@ -211,7 +215,7 @@ def _activities() -> list[ProfilerActivity]:
 
 
 def _load_cupti() -> None:
-    """Start a profiler on a GPU once. The first start takes a second, in which loaders would run ahead."""
+    """Start a profiler on a GPU once. The first start is slow, and loaders would run ahead during the start."""
     if torch.cuda.is_initialized():
         with TorchProfiler(activities=_activities()):
             pass

@@ -20,18 +20,18 @@ from flatout.core.main_program import MainProgram
 from flatout.profile.record import Course, ProfileRecording
 
 _MOST_ENDS = 3
-"""Times that a script is ended. One that catches more of them tries again and again, and trains to its own end."""
+"""Number of attempts to end a script. A script that catches all of them trains to its own end."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended.
+    """End of a script.
 
     Attributes:
-        status: its exit status.
-        error: the exception that it ended with; None for none, ``SystemExit`` included.
-        updates: that it made until the profile was done; those of its first optimizer where it has several.
-        failure: the exception of closing the profiler after the script; None if closing succeeded.
+        status: exit status of the script.
+        error: exception that ended the script; None for no exception and for ``SystemExit``.
+        updates: number of updates of the script's first optimizer until the profile was done.
+        failure: exception from closing the profiler after the script; None if closing succeeded.
     """
 
     status: int
@@ -43,18 +43,18 @@ class Ended:
 def profile_script(
     program: MainProgram, *, steps: int, warmup: int, keep_going: bool
 ) -> tuple[ProfileRecording, Ended]:
-    """Run a script, time some of its steps without the profiler, and profile as many after these.
+    """Run a script, time some of its steps without the profiler, then profile the same number of steps.
 
-    A step is what lies between two updates of the script's first optimizer.
+    A step is the interval between two updates of the script's first optimizer.
 
     Args:
         program: the script.
         steps: number of steps to time, and number of steps to profile.
-        warmup: updates before, at least 1.
-        keep_going: let the script run on to its end, else end it when the profile is done.
+        warmup: number of updates before all other steps, at least 1.
+        keep_going: True: let the script run to its own end. False: end the script when the profile is done.
 
     Returns:
-        The recording, and how the script ended.
+        The recording, and the end of the script.
     """
     recording = ProfileRecording(steps, warmup)
     return recording, run_course(program, recording.course(), stop=not keep_going)
@@ -87,7 +87,7 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
     Args:
         program: the script or module.
         course: advanced by every update of the script's first optimizer.
-        stop: end the script when the course is done. A script that catches this is ended again at its next updates.
+        stop: end the script when the course is done. If the script catches this, its next updates end it again.
     """
     leader: Optimizer | None = None
     passed, done, ends = 0, False, 0
@@ -104,7 +104,7 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
             done = next(course, True)
         if stop and done and ends < _MOST_ENDS:
             ends += 1
-            raise SystemExit(0)  # what a script's own handlers, and a thread that trains, make least ado about
+            raise SystemExit(0)  # handlers of a script rarely catch SystemExit, and a thread shows no traceback for it
 
     error: BaseException | None = None
     failure: Exception | None = None
@@ -132,7 +132,7 @@ def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:
 
 @contextmanager
 def _restored_interpreter() -> Iterator[None]:
-    """Restore what a program changes in the modules ``sys`` and ``__main__``."""
+    """Restore the changes of a program in ``sys``, and the module ``__main__``."""
     arguments, folders, main, excepthook = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook
     try:
         yield
@@ -142,7 +142,7 @@ def _restored_interpreter() -> Iterator[None]:
 
 
 def _status(code: object) -> int:
-    """The exit status that Python makes of ``SystemExit.code``; a message is printed, as Python does."""
+    """Return the exit status that Python gives to ``SystemExit.code``. Print the code if it is a message."""
     if code is None:
         return 0
     if isinstance(code, int):

@@ -10,15 +10,15 @@ from flatout.core import formatting
 from flatout.profile.profile_data import Cause, Phase, ProfileData
 
 DISTORTED = 1.3
-"""Factor by which the profiler lengthens a step, above which a profile mentions it."""
+"""Slowdown of a step by the profiler, as a factor, above which a profile mentions the slowdown."""
 
 
 class PhaseLook(NamedTuple):
     """Look of a part of a step.
 
     Attributes:
-        name: its name.
-        style: rich style.
+        name: name in tables and sentences.
+        style: style of rich.
         color: color of the style sheet.
     """
 
@@ -63,7 +63,7 @@ def biggest(profile: ProfileData) -> str:
 
 
 def basis(profile: ProfileData) -> str:
-    """Return the number of steps that the figures are the mean of."""
+    """Return a text on the steps that the figures average."""
     count = len(profile.steps)
     text = f"mean of {count} step{'s' * (count != 1)} without the profiler, after {profile.before} warm-up steps"
     return text if profile.profiled_steps else f"{text}; the loop ended before the profiler began"
@@ -97,10 +97,10 @@ class Section:
     """Table with its heading.
 
     Attributes:
-        title: of the section.
-        note: sentence above the table; may be empty.
-        columns: of the table.
-        items: one for each row.
+        title: title of the section.
+        note: sentence above the table, or empty.
+        columns: columns of the table.
+        items: one item for each row.
         bar: function from an item to the length of its bar, 0..1; None for a table without bars.
     """
 

@@ -25,7 +25,8 @@ SCHEMA_VERSION = 2
 class Profile(ProfileData, Shown):
     """Profile of training steps: :class:`ProfileData` with its text, page and files.
 
-    ``print(profile)`` gives text, ``rich.print(profile)`` color, a Jupyter cell a page with charts.
+    ``print(profile)`` prints text, ``rich.print(profile)`` prints text in color, and a Jupyter cell shows a page with
+    charts.
     """
 
     _TITLE = "flatout profile"
@@ -36,7 +37,10 @@ class Profile(ProfileData, Shown):
         return {"schema": SCHEMA_VERSION, **plain}
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the trace for chrome://tracing or https://ui.perfetto.dev; compressed when ``path`` ends in ``.gz``.
+        """Write the trace for chrome://tracing or https://ui.perfetto.dev.
+
+        Args:
+            path: file to write. The file is compressed with gzip if ``path`` ends in ``.gz``.
 
         Raises:
             ValueError: this profile was not recorded in this process, or the loop ended before the profiler began.

@@ -1,4 +1,4 @@
-"""From a trace to a profile."""
+"""Construction of a profile from timed steps and a trace."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ def summarise(
     rows: Sequence[Row] = (),
     trace_file: TraceFile | None = None,
 ) -> Profile:
-    """Return the profile of timed steps, and of a trace of other steps; for the arguments see ``Profile``.
+    """Return the profile of timed steps and of a trace of other steps.
 
     Args:
-        steps: timed without the profiler.
+        steps: steps timed without the profiler.
         trace: trace of steps under the profiler; None if there were none.
-        profiled: the steps of the trace.
+        profiled: steps of the trace.
+        before: as in ``Profile``.
         syncs: syncs that were found without the trace.
-        commands: ``{kernel}`` in them becomes the costliest kernel's name.
+        samples: as in ``Profile``.
+        commands: as in ``Profile``. The name of the costliest kernel replaces ``{kernel}``.
+        verdict: as in ``Profile``.
         rows: rows of a report, as for ``advise``.
         trace_file: file of the trace.
     """
@@ -92,7 +95,7 @@ def _unprofiled(trace: Trace, seconds: float) -> tuple[Gaps, ...]:
 
 
 def _silent(trace: Trace) -> Iterator[Sync]:
-    """Waits of the user's code that torch's sync debug mode does not tell of: for the whole device, and for events."""
+    """Yield the user's waits for the whole device and for events, which torch's sync debug mode does not report."""
     seen = Counter(
         (event.name, trace.where(event), trace.phase_of(event))
         for event in trace.within(trace.host)

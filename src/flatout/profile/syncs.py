@@ -1,4 +1,7 @@
-"""Where the host waits for the GPU, by file and line; on a machine without one: where it would."""
+"""Search for calls that make the host wait for the GPU, by file and line.
+
+On a machine without a GPU, the search finds the calls that would wait.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from flatout.profile.profile_data import Phase
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING_OPERATORS = {
     "_local_scalar_dense": "item",
-    "item": "item",  # whole under inference_mode
+    "item": "item",  # inference_mode does not decompose item
     "nonzero": "nonzero",
     "masked_select": "masked_select",
     "_unique2": "unique",
@@ -32,7 +35,7 @@ _WAITING_OPERATORS = {
     "repeat_interleave": "repeat_interleave",
     "bincount": "bincount",
 }
-"""Operators whose result, or its size, the host needs: name to what people call it."""
+"""Operators whose result or result size the host needs, each with the name that a profile shows."""
 _METHODS = {
     "cpu": "cpu",
     "to": "to",
@@ -41,35 +44,35 @@ _METHODS = {
     "__array__": "numpy",
     "__repr__": "print",
 }
-"""Methods of tensors that copy to the host without any dispatcher's seeing it, where the tensor is there already."""
+"""Tensor methods that copy to the host. A dispatch mode does not see the calls if the tensor is on the host already."""
 Note = Callable[[str, "FrameType | None"], None]
-"""Told of a call, by what people call it, and of the frame that makes it."""
+"""Function that records a call, given the name that a profile shows and the frame that makes the call."""
 _UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
 _FLUSH = "flatout/training/stepper.py", "flush"
 _LOSS = "flatout/training/objective.py", "loss"
-"""File and function of flatout's update, and of its forward and loss."""
+"""File and function of flatout's update (``_FLUSH``), and of flatout's forward and loss (``_LOSS``)."""
 
 
 @contextmanager
 def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
-    """Counts synchronising calls of the code within the ``with`` block; never raises into it.
+    """Count the synchronizing calls of the code within the ``with`` block.
 
-    Modes, filters and methods are put back at its end.
+    The count raises no error in the block. The end of the block restores modes, filters and methods.
 
     Args:
-        cuda: listen to torch's sync debug mode; else watch operators, on whatever device.
+        cuda: True: listen to torch's sync debug mode. False: watch operators on any device.
 
     Yields:
-        How often each was seen: its call, place, line of code and part of the step.
+        The number of calls by call, place, line of code and part of the step.
     """
     seen: Counter[tuple[str, str, str, Phase]] = Counter()
 
     def note(what: str, frame: FrameType | None) -> None:
         phase = _phase_of(frame)
         if not cuda and (phase == "loader_wait" or _in_optimizer(frame)):
-            return  # samples, and the counts of optimizers, are on the host wherever the model is
+            return  # samples and the step counts of optimizers are on the host even if the model is on a GPU
         where, code = of_frame(frame)
-        if what == "to" and where and "cpu" not in code:  # .to(device), where the device happens to be this one
+        if what == "to" and where and "cpu" not in code:  # .to(device), which copies nothing to the host on a GPU
             return
         seen[what, where, code, phase] += 1
 
@@ -85,7 +88,7 @@ def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
 
 @contextmanager
 def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of a class or module, inherited or its own, by ``wrap(function)`` within the block."""
+    """Replace a function of a class or module by ``wrap(function)`` within the block. The function may be inherited."""
     function, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wrap(function))
     try:
@@ -98,7 +101,7 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 
 class _SyncWatch(TorchDispatchMode):
-    """Tells of operators that would wait for a GPU."""
+    """Dispatch mode that reports operators that would wait for a GPU."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()
@@ -113,8 +116,8 @@ class _SyncWatch(TorchDispatchMode):
 
 
 def _waiting(operator: str, args: Any, kwargs: Any) -> str:
-    """What people call an operator that would wait for a GPU; empty for the others."""
-    if operator in ("index", "index_put", "index_put_"):  # a mask has to be counted, unless one value fills it
+    """Return the name that a profile shows for an operator that would wait for a GPU; empty for other operators."""
+    if operator in ("index", "index_put", "index_put_"):  # a mask needs its count on the host, except to fill one value
         by_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return "mask" if by_mask and (operator == "index" or args[2].numel() != 1) else ""
     if operator == "repeat_interleave" and kwargs.get("output_size") is not None:
@@ -123,11 +126,11 @@ def _waiting(operator: str, args: Any, kwargs: Any) -> str:
 
 
 def _watched(name: str, what: str, note: Note, method: Any) -> Any:
-    """A method of tensors that tells of its calls."""
+    """Return a tensor method that reports its calls to ``note``."""
 
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        own = _is_torchs(short(frame.f_code.co_filename)) and name != "__repr__"  # __format__ calls it
+        own = _is_torchs(short(frame.f_code.co_filename)) and name != "__repr__"  # torch's __format__ calls __repr__
         if not own and (name != "to" or _to_host(args, kwargs)):
             note(what, frame)
         return method(self, *args, **kwargs)
@@ -136,14 +139,14 @@ def _watched(name: str, what: str, note: Note, method: Any) -> Any:
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
-    """Whether the arguments of ``Tensor.to`` name the CPU."""
+    """Return True if the arguments of ``Tensor.to`` name the CPU."""
     target = kwargs.get("device", args[0] if args else None)
     return isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu"
 
 
 @contextmanager
 def _debug_mode(note: Note) -> Iterator[None]:
-    """Tells of what torch's own sync debug mode warns of; warnings of others go their way."""
+    """Report the warnings of torch's sync debug mode to ``note``. Other warnings are shown as usual."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -165,7 +168,7 @@ def _debug_mode(note: Note) -> Iterator[None]:
 
 
 def _phase_of(frame: FrameType | None) -> Phase:
-    """The part of a step that a stack is in, from the functions of torch and flatout that lead to it."""
+    """Return the part of a step that a stack is in, by the functions of torch and flatout on the stack."""
     inside_module = False
     for at, file in outwards(frame):
         name = at.f_code.co_name
@@ -180,7 +183,7 @@ def _phase_of(frame: FrameType | None) -> Phase:
 
 
 def _in_optimizer(frame: FrameType | None) -> bool:
-    """Whether one of torch's own frames, from the innermost out to the user's code, is an optimizer's."""
+    """Return True if a frame between the innermost frame and the user's code is in ``torch.optim``."""
     torchs = takewhile(_is_torchs, (file for _, file in outwards(frame)))
     return any(file.startswith("torch/optim/") for file in torchs)
 

@@ -1,7 +1,7 @@
-"""A Chrome trace of torch's profiler, as facts: who ran when, in which part of a step, and for which line of code.
+"""Reader of the Chrome traces of torch's profiler: events, launches, parts of steps, and lines of code.
 
-The trace is the one source: unlike the profiler's event objects it has everything (call sites, memory, correlation of
-launches with kernels, links from forward to backward) in every torch from 2.11 on. Times are microseconds.
+In torch 2.11 and later, a trace holds call sites, memory, the correlation of launches with kernels, and the links from
+forward to backward. The profiler's event objects lack some of these. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<name>.+)")
 
 
 class Trace:
-    """The events of one trace.
+    """Events of one trace.
 
     Args:
         events: as in the ``traceEvents`` of a Chrome trace.
 
     Attributes:
-        host: what threads did, in order of their start, the longer ones first.
-        device: kernels and copies, in order of their start.
-        memory: what the allocators told, raw, in order.
-        main: the thread that trains.
-        boundaries: when steps begin, and when the last one ends.
-        start: the beginning of the first step.
-        end: the end of the last step.
+        host: events of the host's threads, in order of their start. Of two with one start, the longer is first.
+        device: kernels, copies and memsets, in order of their start.
+        memory: raw events of the allocators, in order of time.
+        main: process and thread number of the thread that trains.
+        boundaries: starts of the steps, and end of the last step.
+        start: start of the first step.
+        end: end of the last step.
         steps: number of steps.
 
     Raises:
-        ValueError: there are fewer than two boundaries, so no step.
+        ValueError: ``events`` hold fewer than two boundaries, so no step.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -97,12 +97,12 @@ class Trace:
         return cls(trace["traceEvents"])
 
     def within(self, events: Iterable[Event]) -> list[Event]:
-        """Those of ``events`` that begin in the profiled steps."""
+        """Return the events that begin in the profiled steps."""
         return [event for event in events if self.start <= event.start < self.end]
 
     @cached_property
     def parts(self) -> Parts:
-        """The parts of the steps on the main thread."""
+        """Parts of the steps on the main thread."""
         main = [event for event in self.host if event.thread == self.main]
         trained = [event for event in self.differentiated if event.thread == self.main]
         uploads = (event for event in self.device if event.kind == "gpu_memcpy" and "HtoD" in event.name)
@@ -110,12 +110,15 @@ class Trace:
         return Parts(main, trained, list(calls), self.end)
 
     def phase_of(self, event: Event) -> Phase:
-        """The part of a step that an event belongs to. autograd's own threads work while main is in backward."""
+        """Return the part of a step in which the main thread is when an event begins.
+
+        Events of autograd's own threads get the right part, because the main thread is in backward at the same time.
+        """
         return self.parts.at(event.start).phase
 
     @cached_property
     def training_threads(self) -> set[Any]:
-        """The main thread and autograd's own: not those that load or pin batches."""
+        """Main thread and autograd's own threads, without threads that load or pin batches."""
         engine = {event.thread for event in self.host if event.name.startswith("autograd::engine::")}
         return engine | {self.main}
 
@@ -126,18 +129,18 @@ class Trace:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether tensors were on a GPU, its kernels recorded or not."""
+        """True if tensors were on a GPU, even if the trace has no kernels."""
         return bool(self.device) or any(told["args"].get("Device Type") == 1 for told in self.memory)
 
     def launch_of(self, work: Event) -> Event | None:
-        """The runtime call on the host that a kernel or copy comes from."""
+        """Return the runtime call on the host that launched a kernel or copy; None if the trace lacks the call."""
         return self._launches.get(work.args.get("correlation"))
 
     def where(self, event: Event) -> str:
-        """``file:line`` of the user's code that a host event serves; empty when not known.
+        """Return ``file:line`` of the user's code that causes a host event; empty if unknown.
 
-        A backward operator serves the line of its forward operator. Without call sites in the trace (an older torch),
-        or where an expression calls no function, the place is that of the function: ``file:line (name)``.
+        A backward operator has the line of its forward operator. The place is a function, ``file:line (name)``, if the
+        trace has no call sites or the expression calls no function.
         """
         origins = (self._forward_of.get((outer.thread, outer.start)) for outer in event.operators())
         served = next(filter(None, origins), event)
@@ -145,7 +148,7 @@ class Trace:
         return next(filter(None, places), "")
 
     def hot_lines(self, phase: Phase) -> dict[str, float]:
-        """Where the user's code spends a part of the steps: place to seconds per step, costliest first."""
+        """Return the seconds per step of places in the user's code during a part of the steps, costliest first."""
         spent: dict[str, float] = {}
         counted = float("-inf")
         for event in self.within(self.host):
@@ -168,7 +171,7 @@ def _repaired(arguments: re.Match[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return the inside of a JSON string, escaped if it is not valid as it is."""
+    """Return the inside of a JSON string, escaped if the inside is not valid."""
     return text if _is_valid(f'"{text}"') else json.dumps(text)[1:-1]
 
 
@@ -180,7 +183,7 @@ def _is_valid(text: str) -> bool:
 
 
 def _own_place(event: Event) -> str:
-    """The place of one Python function in the user's code: where it is, or else where it is called from."""
+    """Return the place of a function in the user's code, or else the place in the user's code that calls it."""
     function = _FUNCTION.fullmatch(event.name)
     if function is not None and is_users(function["file"]):
         return f"{function['file']}:{function['line']} ({function['name']})"

@@ -1,4 +1,4 @@
-"""The report: what was tried on a model and its data, what it brought, what was kept, and why."""
+"""Report of a tuning: the techniques tried on a model and its data, their gains, and the reason for each decision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class FullReport:
-    """View of a ``Summary`` for terminals: every row, with its reason.
+    """View of a ``Summary`` for terminals, with every row and its reason.
 
     Args:
         summary: the data shown.
@@ -52,8 +52,8 @@ class FullReport:
 class Report(Shown):
     """View of a ``Summary`` for terminals, notebooks and files.
 
-    ``print(report)`` gives one screen, ``rich.print(report)`` the same in color, a Jupyter cell a rendered table with
-    charts; ``full()`` gives every row, ``to_json`` and ``to_html`` write files.
+    ``print(report)`` prints one screen, and ``rich.print(report)`` prints the screen in color. A Jupyter cell shows a
+    table with charts. ``full()`` returns every row. ``to_json`` and ``to_html`` write files.
 
     Attributes:
         summary: the data shown.
@@ -66,14 +66,14 @@ class Report(Shown):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The checklist in its order, then its neighbours."""
+        """Rows of the checklist in order, then rows of techniques outside the checklist."""
         return self.summary.rows
 
     def row(self, technique: str) -> Row:
-        """The row of one technique.
+        """Return the row of one technique.
 
         Args:
-            technique: the name that ``optimize(techniques={...})`` knows it by.
+            technique: name of the technique in ``optimize(techniques={...})``.
 
         Raises:
             KeyError: the report has no such row.
@@ -88,13 +88,13 @@ class Report(Shown):
 
     @classmethod
     def from_json(cls, source: str | PathLike[str]) -> Report:
-        """Read what ``to_json`` wrote.
+        """Read a report that ``to_json`` wrote.
 
         Args:
-            source: the text, or the path of a file that holds it.
+            source: JSON text, or path of a file with JSON text.
 
         Raises:
-            ValueError: not a report, or a report of a schema version that is not readable.
+            ValueError: ``source`` is not a report, or flatout cannot read its schema version.
             OSError: the file cannot be read.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))

@@ -37,8 +37,8 @@ class Bar:
     Attributes:
         name: text left of the bar.
         value: text right of the bar.
-        start: where the bar starts, on the axis of the chart.
-        end: where the bar ends.
+        start: start of the bar on the axis of the chart.
+        end: end of the bar on the axis of the chart.
         css: class of the style sheet.
         interval: ends of the whisker; empty draws none.
     """
@@ -124,7 +124,7 @@ def stacked(label: str, bars: Mapping[str, Sequence[Segment]]) -> Markup:
 
     Args:
         label: title for screen readers.
-        bars: segments of each bar, from left to right; one bar at least has a length.
+        bars: segments of each bar, from left to right. At least one bar has a length.
     """
     longest = max(sum(part.ms for part in bar) for bar in bars.values())
     chart = _chart(label, "stacked")
@@ -182,7 +182,7 @@ def area(label: str, points: Sequence[tuple[float, float]], end: float, peak: fl
         end: seconds at the right edge.
         peak: bytes at the upper edge.
     """
-    width, height = 1000, 130  # of the line, which is stretched to the chart
+    width, height = 1000, 130  # units of the line, which the SVG stretches to the chart
     low = min(0.0, *(value for _, value in points))
     span = max(1.0, peak - low)
 
@@ -231,7 +231,7 @@ def _chart(label: str, css: str = "") -> ET.Element:
 
 
 def _line(chart: ET.Element, name: str, value: str, height: float, css: str = "") -> ET.Element:
-    """Append a line of a chart: its name, its plot and its value. Return the plot."""
+    """Append a line with name, plot and value to a chart. Return the plot."""
     line = ET.SubElement(chart, "div", {"class": f"line {css}".strip()})
     _draw(line, "span", name, css="name")
     plot = _svg(line, height)
@@ -248,7 +248,7 @@ def _percent(share: float) -> str:
 
 
 def _draw(parent: ET.Element, tag: str, text: str = "", css: str = "", **attributes: str | float) -> ET.Element:
-    """Append an element of class ``css`` to ``parent``; numbers keep two decimals."""
+    """Append an element of class ``css`` to ``parent``. Numbers keep two decimals."""
     element = ET.SubElement(parent, tag, {"class": css} if css else {})
     for name, value in attributes.items():
         element.set(name.replace("_", "-"), value if isinstance(value, str) else f"{round(value, 2):g}")

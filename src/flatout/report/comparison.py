@@ -1,4 +1,4 @@
-"""Comparison of two runs: how their speeds differ, in which part of a batch, and what changed between the runs."""
+"""Comparison of two runs: the ratio of their speeds, the times of their parts, and the changes between the runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ _KINDS: tuple[FactKind, ...] = get_args(FactKind)
 class Comparison(ComparisonData, Shown):
     """Comparison of two runs: :class:`ComparisonData` with its text and files.
 
-    ``print(comparison)`` gives text, ``rich.print(comparison)`` color.
+    ``print(comparison)`` prints text, and ``rich.print(comparison)`` prints text in color.
     """
 
     _TITLE = "flatout compare"
 
     def is_slower_than(self, ratio: float) -> bool:
-        """Return True if a loop of the second run is surely slower than ``ratio`` times the first run's."""
+        """Return True if a loop of the second run is surely slower than ``ratio`` times the first run's loop.
+
+        Args:
+            ratio: speed relative to the first run. The upper end of the 95 % interval must lie below ``ratio``.
+        """
         return any(loop.speed.interval is not None and loop.speed.high < ratio for loop in self.loops)
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,21 +58,24 @@ class Comparison(ComparisonData, Shown):
 
 
 def compare(a: Source, b: Source) -> Comparison:
-    """Compare the speeds of two runs, and name what changed between the runs.
+    """Compare the speeds of two runs, and list the changes between the runs.
 
-    Both must be of one kind: reports of ``flatout.optimize``, reports of ``flatout run`` and ``flatout.auto``, or
+    Both runs must be of one kind: reports of ``flatout.optimize``, reports of ``flatout run`` and ``flatout.auto``, or
     profiles. Speeds are those of the tuned loops, in samples per second. A loop of one run is compared with the loop of
     the same module in the other run.
 
-    If only techniques differ, the untuned loop is the same in both runs. A change of its speed comes from the machine,
-    and the speeds are compared relative to the untuned loop then.
+    If only techniques differ, the untuned loop is the same in both runs. Then a change of the untuned loop's speed
+    comes from the machine, and the comparison uses speeds relative to the untuned loop.
 
     Args:
-        a: the first run: a report, a profile, or the path of its JSON file.
-        b: the second run.
+        a: report or profile of the first run, or the path of its JSON file.
+        b: report or profile of the second run, or the path of its JSON file.
+
+    Returns:
+        The comparison.
 
     Raises:
-        ValueError: a source is unusable, or the two have no loop in common.
+        ValueError: a source is unusable, the kinds differ, or the runs have no loop in common.
         OSError: a file cannot be read.
     """
     first, second = measured_run(a, "a"), measured_run(b, "b")
@@ -100,10 +107,10 @@ def _name(source: Source, name: str) -> str:
 
 
 def _pairs(a: Sequence[MeasuredLoop], b: Sequence[MeasuredLoop]) -> list[tuple[MeasuredLoop, MeasuredLoop]]:
-    """Return the loops of one name. Single loops are a pair, because a change of the code may rename a class.
+    """Return pairs of loops with one name. Single loops are a pair, because a change of the code may rename a class.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there is no pair.
     """
     if len(a) == len(b) == 1:
         return [(a[0], b[0])]
@@ -170,7 +177,7 @@ def _whole(name: str, a: Estimate, b: Estimate, spreads: Spreads) -> tuple[Gain,
 
 
 def _largest(parts: Sequence[ComparedPart], *, faster: bool) -> str:
-    """Return the name of the part whose time changed most in one direction; empty if none did.
+    """Return the name of the part whose time changed most in one direction; empty if no part did.
 
     A part that consists of other parts does not count.
     """

@@ -1,4 +1,4 @@
-"""Data of a comparison, plain and frozen: the text and the JSON read it."""
+"""Frozen data classes of a comparison, the source of its text and JSON form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ComparedPart:
     Attributes:
         name: such as ``"data"``, ``"step"``, ``"forward"``, or ``"untuned loop"``.
         a_ms: milliseconds in the first loop.
-        b_ms: milliseconds in the second loop, for as many samples.
-        verdict: on ``b``; None if the part was measured once, so that no spread is known.
-        whole: name of the part that this one belongs to; empty for the batch.
+        b_ms: milliseconds in the second loop, for the same number of samples.
+        verdict: verdict on the second loop; None if the part was measured once, so that no spread is known.
+        whole: name of the part that contains this part; empty for the batch.
     """
 
     name: str
@@ -30,19 +30,19 @@ class ComparedPart:
 
 @dataclass(frozen=True)
 class ComparedLoop:
-    """Loop that both runs have.
+    """Comparison of a loop that both runs have.
 
     Attributes:
-        name: class of its module; empty if the runs have one loop only.
-        speed: speed of ``b`` relative to ``a``; 1.25 is 25 % more samples per second.
-        verdict: on ``b``.
+        name: class of the loop's module; empty if the runs have one loop only.
+        speed: speed of ``b`` relative to ``a``. A value of 1.25 is 25 % more samples per second.
+        verdict: verdict on the loop of ``b``.
         samples: samples of a batch, to which all times refer; None if unknown.
         batch: time of a batch.
-        parts: its parts.
-        mainly: name of the part that makes most of the difference; empty if none is shown.
+        parts: parts of a batch.
+        mainly: name of the part with most of the difference; empty without a significant difference.
         untuned: time of a batch before tuning; None if unknown.
-        drifted: True if the untuned loop, which is the same in both runs, changed its speed. ``speed`` is corrected by
-            this change then.
+        drifted: True if the untuned loop is the same in both runs but differs in speed. ``speed`` is then relative to
+            the untuned loop.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Change:
     Attributes:
         kind: such as ``"code"`` or ``"versions"``.
         name: such as ``"torch"``, or the name of a class.
-        a: the fact of the first run; None if the run lacks it.
-        b: the fact of the second run.
+        a: fact of the first run; None if the run lacks the fact.
+        b: fact of the second run; None if the run lacks the fact.
         loop: name of the loop; empty if all loops of the runs have the change.
     """
 
@@ -82,7 +82,7 @@ class ComparisonData:
     Attributes:
         a: name of the first run.
         b: name of the second run.
-        loops: the loops that both runs have, at least one.
+        loops: loops that both runs have, at least one.
         changes: facts that differ.
         same: kinds of facts that are recorded and do not differ.
         unrecorded: kinds of facts that a run does not record.

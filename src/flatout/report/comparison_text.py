@@ -1,4 +1,4 @@
-"""Text of a comparison for terminals: the answer first, then the times, then what changed."""
+"""Text form of a comparison: the answer, then the times, then the changes between the runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMA = re.compile(r", (?![^\[]*\])")
 """Comma between two items, outside of brackets."""
 
 LONGEST_FACT = 32
-"""Characters of a fact that is shown as a whole. Of longer facts, the items that differ are shown."""
+"""Largest number of characters of a fact that is shown in full. For longer facts, only differing items are shown."""
 
 
 def render(comparison: ComparisonData, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -47,12 +47,12 @@ def render(comparison: ComparisonData, options: ConsoleOptions) -> Iterator[Rend
 
 
 def to_text(comparison: ComparisonData, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Return the text of a comparison; see ``plain_text``."""
+    """Return the text of a comparison. ``width`` and ``ascii_only`` are those of ``plain_text``."""
     return plain_text(lambda options: render(comparison, options), width, ascii_only)
 
 
 def answer(loop: ComparedLoop) -> str:
-    """Return whether the speeds differ, with the interval of their ratio."""
+    """Return the answer on the difference of the speeds, with the interval of their ratio."""
     speed = f"{loop.speed.ratio:.2f}×"
     if loop.speed.interval is None:
         return f"cannot tell: b runs at {speed} the speed of a, but a run holds one measurement only"
@@ -87,7 +87,7 @@ def _row(part: ComparedPart, plain: bool) -> Iterator[Text]:
 
 
 def _facts(comparison: ComparisonData, plain: bool) -> Table:
-    """Return what changed, what is the same, and what is not recorded."""
+    """Return the facts that changed, the kinds without a change, and the kinds that are not recorded."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()

@@ -1,4 +1,4 @@
-"""What figures must be read with: device, cores, versions, date."""
+"""Environment of figures: device, cores, versions and date."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.core.version import __version__
 
 
 def environment_of(device: torch.device) -> dict[str, str]:
-    """What was measured on ``device`` must be read with this: name to fact."""
+    """Return the environment of figures that are measured on ``device``, fact by name."""
     if device.type == "cuda":
         cudnn = str(torch.backends.cudnn.version())
         gpu = {"cpu": cpu_name(), "cuda": str(torch.version.cuda), "cudnn": cudnn}

@@ -12,20 +12,24 @@ from flatout.core.student import t_quantile
 from flatout.report.model import Gain
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
-"""Second loop relative to the first. ``same``: surely within ``MARGIN``. ``unknown``: measured too roughly to tell."""
+"""Verdict on the second loop relative to the first.
+
+``same``: the 95 % interval of the difference lies within ``MARGIN``. ``unknown``: the measurements do not decide.
+"""
 
 START_SPREAD = 0.01
 """Standard deviation of the log time of one loop between starts on one machine, beyond the spread in each start.
 
 Memory layout, clocks and temperature differ from start to start. A report has one start and cannot show this spread
-(Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). The value is that of a quiet machine: on
-two cores of an AMD EPYC, six starts of training loops of 0.8 and 1 ms had 0.7 %.
+(Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). The value is for a quiet machine. On two
+cores of an AMD EPYC, six starts of training loops of 0.8 and 1 ms had 0.7 %.
 """
 
 DISTURBED_START_SPREAD = 0.04
-"""The same on a machine whose other programs compete for the cores.
+"""``START_SPREAD`` on a machine on which other programs compete for the cores.
 
-Beside them, twenty starts of the two loops had 1.4 and 4 %. Small convolutions had 16 %, which no margin covers.
+With such programs, twenty starts of the two loops had 1.4 and 4 %. Small convolutions had 16 %, which exceeds any
+useful margin.
 """
 
 Spreads = tuple[float, float]
@@ -35,7 +39,7 @@ MARGIN = 0.05
 """Largest difference of two loops that count as equally fast, relative to the time of a batch."""
 
 NEGLIGIBLE = 0.01
-"""Difference of a part, relative to the time of a batch, that does not count even if it is shown (as in criterion)."""
+"""Largest negligible difference of a part, relative to the time of a batch, even if significant (as in criterion)."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,13 @@ class Estimate:
 
     @classmethod
     def of(cls, ms: float, measured: Sequence[float], *, trimmed: bool) -> Estimate:
-        """Return an estimate with the standard error that its measurements show.
+        """Return an estimate with the standard error of its measurements.
 
         The standard error of a trimmed mean comes from the winsorized variance (Tukey and McLaughlin 1963).
 
         Args:
             ms: mean of ``measured``.
-            measured: independent measurements, milliseconds. Without finite ones no error is known.
+            measured: independent measurements, milliseconds. The error is unknown if too few or not all are finite.
             trimmed: True if ``ms`` is the mean of the middle half, without a quarter at either end.
         """
         ordered, count = sorted(measured), len(measured)
@@ -77,7 +81,7 @@ class Estimate:
         return Estimate(times * self.ms, None if self.error_ms is None else times * self.error_ms, self.freedom)
 
     def relative_to(self, other: Estimate) -> Estimate:
-        """Return the estimate as a multiple of another one, with errors that count as independent."""
+        """Return the estimate as a multiple of another estimate. The errors count as independent."""
         ratio = self.ms / other.ms
         if self.error_ms is None or other.error_ms is None:
             return Estimate(ratio)
@@ -88,9 +92,10 @@ class Estimate:
 def speed_ratio(a: Estimate, b: Estimate, spreads: Spreads = (START_SPREAD, START_SPREAD)) -> Gain:
     """Return the speed of ``b`` relative to ``a``, with its 95 % interval.
 
-    The log ratio of independent means has the sum of their squared relative errors as its variance (delta method).
-    Its degrees of freedom are those of Welch and Satterthwaite; for trimmed means this is the test of Yuen, "The
-    two-sample trimmed t for unequal population variances", Biometrika 61, 1974. The variances of ``spreads`` are added.
+    The variance of the log ratio of independent means is the sum of their squared relative errors (delta method). The
+    variances of ``spreads`` are added. The degrees of freedom are those of Welch and Satterthwaite. For trimmed means,
+    the interval is that of Yuen's test ("The two-sample trimmed t for unequal population variances", Biometrika 61,
+    1974).
     """
     ratio = a.ms / b.ms
     if a.error_ms is None or b.error_ms is None:
@@ -113,16 +118,16 @@ def part_verdict(
 ) -> Verdict | None:
     """Return the verdict on a part of a batch, by the interval of its difference in milliseconds.
 
-    A part may take no time at all, so its ratio has no use.
+    A part may take no time at all, so the ratio of its times may be undefined.
 
     Args:
         a: time of the part in the first loop.
         b: time of the part in the second loop.
         batch_ms: time of a whole batch, to which ``MARGIN`` and ``NEGLIGIBLE`` refer.
-        spreads: of the two loops.
+        spreads: spreads of the two loops.
 
     Returns:
-        None if the part was measured once.
+        The verdict; None if the part was measured once.
     """
     if a.error_ms is None or b.error_ms is None:
         return None
@@ -140,7 +145,7 @@ def _half_width(a: tuple[float, int], b: tuple[float, int], known_variance: floa
     Args:
         a: standard error of the first mean, and its degrees of freedom.
         b: the same of the second mean.
-        known_variance: a further variance, which was not estimated here.
+        known_variance: further variance, which counts as exact.
     """
     total = a[0] ** 2 + b[0] ** 2 + known_variance
     estimated = sum(error**4 / freedom for error, freedom in (a, b))

@@ -1,4 +1,4 @@
-"""HTML from the templates of this room."""
+"""HTML from the templates of this package."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """Return a template with these values.
+    """Return the HTML of a template with ``values``.
 
-    Texts lose their control characters and are escaped; ``Markup`` stays unchanged.
+    Texts lose their control characters and are escaped. ``Markup`` stays unchanged.
     """
     return Markup(_environment().get_template(template).render(values))
 
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # not at import: most programs make no page
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # imported late, because most programs make no page
 
     environment = Environment(
         loader=PackageLoader("flatout.report"),
@@ -46,10 +46,10 @@ def _clean(value: object) -> str:
 
 
 def _verbatim(text: str) -> Markup:
-    """Escape code and commands, which readers copy. Their spaces stay."""
+    """Escape code or a command. Spaces stay unchanged, because readers copy the text."""
     return escape(formatting.clean(text))
 
 
 def _code(text: str) -> Markup:
-    """Set what stands between backquotes as code."""
+    """Format the text between backquotes as code."""
     return Markup(re.sub("`([^`\n]+)`", r"<code>\1</code>", str(escape(_clean(text)))))

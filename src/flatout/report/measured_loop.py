@@ -29,10 +29,10 @@ READABLE_SCRIPTS, READABLE_PROFILES = (1,), (2,)
 """Readable schema versions of the JSON of scripts and profiles."""
 
 _VERSIONS = ("torch", "flatout", "python", "cuda", "cudnn")
-"""Versions among the facts of an environment. The other facts are the machine's."""
+"""Versions among the facts of an environment. The other facts describe the machine."""
 
 _PARTS = {"loader_wait": "data", "h2d": "copy to device", "host_idle": "rest"}
-"""Names of parts where they differ from the names of a profile's phases."""
+"""Names of parts by the names of a profile's phases. Parts that are missing here have the names of the phases."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class LoopPart:
 
     Attributes:
         name: such as ``"data"``, ``"step"``, ``"forward"``.
-        time: milliseconds of a batch.
-        whole: name of the part that this one belongs to; empty for the batch.
+        time: estimate of the milliseconds per batch.
+        whole: name of the part that contains this part; empty for the batch.
     """
 
     name: str
@@ -52,16 +52,16 @@ class LoopPart:
 
 @dataclass(frozen=True)
 class MeasuredLoop:
-    """Loop as one report describes it.
+    """Loop of one report.
 
     Attributes:
-        name: class of its module; empty if the report has one loop only.
+        name: class of the loop's module; empty if the report has one loop only.
         samples: samples of a batch; None if unknown.
         batch: time of a batch.
-        parts: its parts.
-        untuned: time of a batch of the same samples before tuning; None if unknown.
-        facts: what may explain a difference.
-        load_average: load average of the machine before; None if unknown.
+        parts: parts of a batch.
+        untuned: time of a batch before tuning, for the same number of samples; None if unknown.
+        facts: facts that may explain a difference.
+        load_average: load average of the machine before the tuning; None if unknown.
     """
 
     name: str
@@ -89,7 +89,7 @@ class MeasuredRun:
     """Loops of one report.
 
     Attributes:
-        kind: command that the report comes from.
+        kind: command or function that wrote the report.
         loops: at least one.
     """
 
@@ -102,7 +102,7 @@ def measured_run(source: Source, name: str) -> MeasuredRun:
 
     Args:
         source: the report, or the path of its JSON file.
-        name: its name in errors.
+        name: name of the source in errors.
 
     Raises:
         ValueError: the source is no report of flatout, has an unreadable version, or holds no measured speed.
@@ -153,7 +153,7 @@ def _check(version: Any, readable: Sequence[int]) -> None:
 
 
 def _numbered(summaries: Sequence[tuple[str, Summary]]) -> Iterator[tuple[str, Summary]]:
-    """Yield the modules with a number after the name of each further module of one class."""
+    """Yield the modules. From the second module of a class on, the name has a number."""
     seen: Counter[str] = Counter()
     for name, summary in summaries:
         seen[name] += 1
@@ -197,7 +197,7 @@ def _parts(pace: Pace) -> tuple[LoopPart, ...]:
 
 
 def _facts(summary: Summary, pace: Pace) -> Facts:
-    """Return the facts of a report. Older reports lack those of the training."""
+    """Return the facts of a report. Older reports lack the facts of the training."""
     facts: dict[FactKind, Mapping[str, str]] = {}
     training = summary.training
     if training:

@@ -49,7 +49,7 @@ class Trial:
     """One candidate measured against the baseline, interleaved in one process.
 
     Attributes:
-        candidate: its label, e.g. ``"bf16"`` or ``"2 workers"``.
+        candidate: label of the candidate, e.g. ``"bf16"`` or ``"2 workers"``.
         baseline_ms: median step (or load + step) time of the baseline, milliseconds.
         candidate_ms: ``baseline_ms`` divided by the ratio of ``gain``. Reports of version 1 have the median, which
             may disagree with ``gain``. ``paired_ms`` always agrees.
@@ -64,7 +64,7 @@ class Trial:
             change numerics; None for other techniques, and if no loss was compared.
         output_difference: the same for the output tensor that differs most.
         gradient_difference: the same for the gradient that differs most.
-        failure: why the candidate was rejected before or despite its timing; empty otherwise.
+        failure: reason for a rejection before or despite the timing; empty otherwise.
     """
 
     candidate: str
@@ -102,14 +102,14 @@ class Row(Described):
 
     Attributes:
         technique: name in ``optimize(techniques={...})``.
-        number: its number in the checklist; None for a neighbour of the checklist.
+        number: number in the checklist; None for a technique outside the checklist.
         title: name in the report.
         status: see ``Status``.
         why: reason for the status, in one sentence for readers who do not know the technique.
         chosen: label of the kept candidate, empty otherwise.
         gain: gain of the kept (or best rejected) candidate; None if nothing was timed.
         trials: trials of all candidates.
-        memory: memory of a step with that candidate, relative to without; None if not measured.
+        memory: memory of a step with the candidate of ``gain``, relative to the baseline; None if not measured.
         expected: gain according to the literature; empty if unknown.
         purpose: effect of the technique, in one sentence; empty if unknown.
         left_out: True if ``techniques=`` or a plan forbids the technique.
@@ -152,13 +152,13 @@ class RankPace(Described):
     """Mean times of one rank in a batch of a data-parallel training.
 
     Attributes:
-        rank: its number.
-        host: name of its machine.
-        device: its device, e.g. ``"cuda:1"``.
-        load_ms: waiting for the next batch, milliseconds. Trials, whose batches are on the device, have none.
+        rank: number of the rank.
+        host: name of the rank's machine.
+        device: device of the rank, e.g. ``"cuda:1"``.
+        load_ms: waiting for the next batch, milliseconds. Trials do not wait, because their batches are on the device.
         compute_ms: from the beginning of the forward until this rank has its own gradients, milliseconds.
-        wait_ms: from there until the gradients of all ranks have arrived, milliseconds.
-        mfu: model FLOPs utilization of its device, 0..1; None if unknown.
+        wait_ms: from this moment until the gradients of all ranks have arrived, milliseconds.
+        mfu: model FLOPs utilization of the rank's device, 0..1; None if unknown.
     """
 
     rank: int
@@ -171,7 +171,7 @@ class RankPace(Described):
 
     @property
     def own_ms(self) -> float:
-        """Time of loading and computing, milliseconds. All ranks wait for the rank with the largest."""
+        """Time of loading and computing, milliseconds. All ranks wait for the rank with the largest time."""
         return self.load_ms + self.compute_ms
 
     def _facts(self) -> dict[str, str]:
@@ -192,19 +192,19 @@ class Pace:
     Attributes:
         step_ms: forward, backward and update, milliseconds.
         load_ms: waiting for the next batch, milliseconds.
-        samples_per_second: samples of a batch, on all ranks together / (load + step).
+        samples_per_second: samples of a batch on all ranks, divided by the time of a batch.
         mfu: model FLOPs utilization of all devices, 0..1, relative to the peak in the used precision; None if unknown.
         phases: shares of ``step_ms``: ``"forward"``, ``"backward"``, ``"update"``, ``"other"``; empty if unknown.
         step_bytes: peak memory of a step, beyond parameters, gradients and optimizer state; None if unknown.
         loader_per_second: samples per second of the loader alone, without steps between batches; None if unknown.
         cpu_ms: CPU time of this process in ``step_ms``, summed over its threads, milliseconds; None if unknown.
         exposed_ms: exposed communication in ``step_ms``: time that averaging the gradients over all ranks adds to a
-            step, milliseconds; None on one process, and if unknown.
-        stretches: ``(load_ms, step_ms)`` of each stretch of training that the means are of; empty if unknown. The
-            spread of these shows how certain the means are.
-        ranks: times of each rank in such steps, by rank; empty in a training of one process.
-        scaling: speed of a rank relative to the same steps of one rank alone, while the others rest: the efficiency of
-            weak scaling, 0..1; None if unknown.
+            step, milliseconds; None in a training of one process, and if unknown.
+        stretches: ``(load_ms, step_ms)`` of each stretch of training in the means; empty if unknown. The spread of the
+            stretches gives the uncertainty of the means.
+        ranks: times of each rank in these steps, by rank; empty in a training of one process.
+        scaling: efficiency of weak scaling, 0..1: speed of a rank relative to one rank that trains while the others
+            rest; None if unknown.
     """
 
     step_ms: float
@@ -228,7 +228,7 @@ class Pace:
         return replace(self, step_ms=step_ms, load_ms=load_ms, cpu_ms=cpu_ms, stretches=stretches)
 
     def with_faster_steps(self, gain: float) -> Pace:
-        """Return the pace of a loop whose steps are ``gain`` times as fast. Waiting for batches takes as long."""
+        """Return the pace of a loop whose steps are ``gain`` times as fast. The wait for batches stays the same."""
         faster = replace(self, step_ms=self.step_ms / gain, stretches=())
         return replace(faster, samples_per_second=self.samples_per_second * self.total_ms / faster.total_ms)
 
@@ -250,21 +250,21 @@ class Pace:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Described):
-    """Everything that a report shows.
+    """Content of a report.
 
     Attributes:
-        rows: the checklist in its order, then rows without a number.
-        environment: device, versions, cores: the conditions of the figures.
+        rows: rows of the checklist in order, then rows without a number.
+        environment: conditions of the figures by name, such as device, versions and cores.
         before: pace of the original loop; None if nothing was measured.
         after: pace of the loop with all kept techniques; None if nothing was measured.
         tuning_seconds: duration of the tuning.
         notes: sentences that belong to no row.
-        verdict: sentences on the utilization of the device by the tuned loop, and its limit.
-        won: names of the techniques that a trial kept, in that order. Each was timed with the earlier ones in use.
-        gain: speed of the tuned loop relative to the original, from the race; None without a race.
-        gain_statistic: the time that ``gain`` compares: CPU time if it is much less noisy than wall time.
+        verdict: sentences on the tuned loop's utilization of the device, and on the loop's limit.
+        won: names of the techniques that a trial kept, in order. Each was timed with the earlier ones in use.
+        gain: speed of the tuned loop relative to the original loop, from the race of the two; None without a race.
+        gain_statistic: time that ``gain`` compares. CPU time if CPU time is much less noisy than wall time.
         epoch_samples: samples of an epoch; None if the loader has no known length.
-        training: model, data, batches, optimizer, update, precision: name to fact. Empty in older reports.
+        training: facts on model, data, batches, optimizer, update and precision, by name. Empty in older reports.
         code: hash of the source of each function and class of the user, by name. Empty in older reports.
         load_average: load average of the machine before the tuning; None if unknown.
     """

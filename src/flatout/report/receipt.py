@@ -1,4 +1,4 @@
-"""Receipt: what a report says on one screen, in the names that ``optimize(techniques=...)`` takes."""
+"""Receipt: a report on one screen, with the technique names of ``optimize(techniques=...)``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flatout.report.model import Row, Summary
 from flatout.report.terminal import facts, plain_text, say
 
 WIDE = 100
-"""Columns of a terminal in which the names of candidates are shown in full."""
+"""Smallest width of a terminal, in columns, for longer names of candidates."""
 
 BAR = 24
-"""Columns of the bar of the slower loop."""
+"""Width of the bar of the slower loop, in columns."""
 
 SHADES = {"wait for data": "█", "step": "▓", "forward": "▓", "backward": "▒", "update": "░", "rest": "·"}
 """Character of each part of a batch's time, by ``PartLook.short``."""
@@ -52,12 +52,12 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
 
 
 def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Return the receipt as plain text; see ``plain_text``."""
+    """Return the receipt as plain text. ``width`` and ``ascii_only`` are those of ``plain_text``."""
     return plain_text(lambda options: render(summary, options), width, ascii_only)
 
 
 def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
-    """Yield speed, rates and MFU before and after, and the number of rows in use: on one line, or on two."""
+    """Yield speed, rates and MFU before and after, and the number of rows in use, on one line or two."""
     line = Text.assemble(("flatout", "bold magenta"), "  ", say(wording.headline(summary), plain, "bold"))
     told: list[str] = []
     before, after = summary.before, summary.after
@@ -76,7 +76,7 @@ def _headline(summary: Summary, plain: bool, width: int) -> Iterator[Text]:
 
 
 def _changes_peak(summary: Summary) -> bool:
-    """Return True if both MFUs are relative to different peaks, because products have another precision."""
+    """Return True if the two MFUs are relative to different peaks, because the precision changed."""
     return any(row.technique in ("precision", "tf32") for row in summary.in_use)
 
 
@@ -86,7 +86,7 @@ def is_timed(row: Row, summary: Summary) -> bool:
 
 
 def _rows(summary: Summary, plain: bool, widest: int) -> Table:
-    """Return the techniques in use and those that lost, the largest gains first.
+    """Return the timed techniques in use and the rejected techniques, the largest gains first.
 
     Args:
         summary: the report.
@@ -142,7 +142,7 @@ def _best_trial(row: Row) -> str:
 
 
 def _reason(row: Row) -> str:
-    """Return the interval and the memory of a kept technique, or the reason against another."""
+    """Return the interval and the memory of a kept technique, or the reason for another status."""
     if row.status != "kept":
         return formatting.clean(row.why.splitlines()[0] if row.why else "")
     parts = [] if row.gain is None else [wording.interval(row.gain, row.gain_pairs)]

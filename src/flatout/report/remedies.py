@@ -18,13 +18,13 @@ ARGUMENTS: Mapping[str, str] = {
     "tf32": "techniques={'tf32': True}",
     "workers": "techniques={'workers': 2}",
 }
-"""Argument of ``flatout.optimize`` that tries a technique, by its name."""
+"""Argument of ``flatout.optimize`` that tries a technique, by the technique's name."""
 
 
 def untried(rows: Iterable[Row], techniques: Iterable[str]) -> list[str]:
-    """Return the titles of untried techniques, each with the argument that tries it.
+    """Return the titles of untried techniques, each with the argument that tries the technique.
 
-    Techniques that were kept, rejected or forbidden, that do not apply, or that have no row, are omitted.
+    Techniques are omitted if they were kept, rejected or forbidden, if they do not apply, or if they have no row.
     """
     by_name = {row.technique: row for row in rows if row.status == "not tried" and not row.left_out}
     return [f"{formatting.clean(by_name[name].title)} ({ARGUMENTS[name]})" for name in techniques if name in by_name]

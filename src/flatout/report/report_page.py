@@ -1,4 +1,4 @@
-"""The report as a page."""
+"""HTML form of a report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INAPPLICABLE: tuple[Status, ...] = ("not applicable",)
 
 
 def fragment(summary: Summary, *, title: str = "", is_part: bool = False) -> Markup:
-    """Return the parts of the report, top to bottom, without document and style.
+    """Return the HTML of the report, without the document around it and without style.
 
     Args:
         summary: the report.
-        title: name of the tuned module, in a report on several.
+        title: name of the tuned module, in a report on several modules.
         is_part: leave out the headline number and the machine, which the page around the report shows.
     """
     fall = waterfall(summary)
@@ -43,7 +43,7 @@ def fragment(summary: Summary, *, title: str = "", is_part: bool = False) -> Mar
 
 
 def pace_chart(paces: Mapping[str, Pace]) -> str:
-    """Draw the milliseconds per batch of each pace, by what they go to; return "" if they are unknown."""
+    """Draw the milliseconds per batch of each pace, by part of the batch. Return "" if the times are unknown."""
     whole = [pace.total_ms for pace in paces.values()]
     if not (math.isfinite(sum(whole)) and any(whole)):
         return ""
@@ -53,7 +53,7 @@ def pace_chart(paces: Mapping[str, Pace]) -> str:
 
 
 def waterfall_chart(fall: Waterfall) -> str:
-    """Draw the time of a batch from the original loop to the tuned loop, each bar from the end of the last one."""
+    """Draw the time of a batch from the original loop to the tuned loop. Each bar starts at the end of the last one."""
     steps = [
         (wording.name(change.row, change.row.chosen), change.ms, "kept" if change.ms <= 0 else "rejected")
         for change in fall.changes
@@ -73,7 +73,7 @@ def waterfall_chart(fall: Waterfall) -> str:
 
 
 def gain_chart(rows: tuple[Row, ...]) -> str:
-    """Draw the gain of each timed trial with its 95 % interval, if it has one; return "" if nothing was timed."""
+    """Draw the gain of each timed trial, with its 95 % interval if known. Return "" if nothing was timed."""
     bars = []
     for row in rows:
         for trial in row.trials:

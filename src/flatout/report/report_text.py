@@ -1,4 +1,4 @@
-"""The report as text: a table in a wide terminal, two lines per technique in a narrow one."""
+"""Text form of the full report: a table in a wide terminal, two lines per technique in a narrow one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from flatout.core import formatting
 from flatout.report import wording
 from flatout.report.model import Pace, Row, Summary
-from flatout.report.terminal import facts, plain_text, say
+from flatout.report.terminal import Joined, facts, plain_text, say
 
 WIDE = 120
 """Smallest width at which the reason has its own column."""
@@ -32,7 +32,7 @@ def render(summary: Summary, options: ConsoleOptions) -> Iterator[RenderableType
 
 
 def to_text(summary: Summary, width: int | None = None, ascii_only: bool | None = None) -> str:
-    """Return the report as plain text; see ``plain_text``."""
+    """Return the report as plain text. ``width`` and ``ascii_only`` are those of ``plain_text``."""
     return plain_text(lambda options: render(summary, options), width, ascii_only)
 
 
@@ -101,8 +101,8 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column("speed (95 % interval)", min_width=24, max_width=24)
     table.add_column("why", ratio=1, overflow="fold")
-    listed, neighbours = _split(rows)
-    for row in listed + neighbours:
+    listed, additional = _split(rows)
+    for row in listed + additional:
         result = Text("\n").join(filter(None, (_gain(row, plain, "\n"), _expected(row, plain))))
         cells = (_number(row), _name(row, plain, "\n"), _status(row, plain), result, _why(row, plain))
         table.add_row(*cells, end_section=bool(listed) and row is listed[-1])
@@ -112,9 +112,9 @@ def _table(rows: tuple[Row, ...], plain: bool) -> Table:
 def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
     lines: list[RenderableType] = []
     told: tuple[str, ...] | None = None
-    listed, neighbours = _split(rows)
-    for row in listed + neighbours:
-        if listed and neighbours and row is neighbours[0]:
+    listed, additional = _split(rows)
+    for row in listed + additional:
+        if listed and additional and row is additional[0]:
             lines.append(Rule(style="dim", characters="-" if plain else "─"))
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(width=2, justify="right")
@@ -136,9 +136,8 @@ def _stack(rows: tuple[Row, ...], plain: bool) -> Group:
 
 def _header(summary: Summary, plain: bool) -> Iterator[RenderableType]:
     yield Text.assemble(("flatout", "bold magenta"), "  ", say(wording.headline(summary), plain, "bold"))
-    space = " " if plain else "\u00a0"
     counts = ((f"{number} {status}", wording.LOOKS[status].style) for status, number in wording.tally(summary.rows))
-    yield Text("   ").join(Text(count.replace(" ", space), style=style) for count, style in counts)
+    yield Joined([Text(count, style=style) for count, style in counts], "   ")
 
 
 def _footer(summary: Summary, plain: bool) -> Iterator[RenderableType]:
@@ -163,7 +162,7 @@ _STYLES = {"before": "", "after": "bold green"}
 
 
 def _times(paces: Mapping[str, Pace], plain: bool) -> Table:
-    """Return the parts of a batch's time, a line for each pace."""
+    """Return the parts of a batch's time, one line for each pace."""
     times = wording.times(*paces.values())
     grid = Table.grid(padding=(0, 2))
     for _ in range(len(times) + 2):

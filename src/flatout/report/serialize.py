@@ -1,4 +1,4 @@
-"""The report as JSON: the data model field by field, with a schema version."""
+"""JSON form of a report: the fields of the data model, with a schema version."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from flatout.report.model import READABLE_VERSIONS, SCHEMA_VERSION, Gain, Summar
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
-    """Return plain dicts, lists, strings and numbers.
+    """Return a report as plain dicts, lists, strings and numbers.
 
-    A number that is not finite becomes None, as JSON has none. So do the ends of a gain without an interval.
+    A number that is not finite becomes None, because JSON has only finite numbers. The ends of a gain without an
+    interval become None, too.
     """
     return {"schema": SCHEMA_VERSION, **plain(summary)}
 
 
 def from_json(text: str) -> Summary:
-    """Read a report from the JSON text of ``to_dict``, also of ``READABLE_VERSIONS``. Unknown fields are ignored.
+    """Read a report from the JSON text of ``to_dict``, in a version of ``READABLE_VERSIONS``. Ignore unknown fields.
 
     Raises:
         ValueError: the text is not JSON, not a report, or has an unreadable schema version.
@@ -34,7 +35,7 @@ def from_json(text: str) -> Summary:
 
 
 def from_dict(data: Any) -> Summary:
-    """Read a report from the plain data of ``to_dict``, also of ``READABLE_VERSIONS``. Unknown fields are ignored.
+    """Read a report from the plain data of ``to_dict``, in a version of ``READABLE_VERSIONS``. Ignore unknown fields.
 
     Raises:
         ValueError: the data is not a report, or has an unreadable schema version.
@@ -69,7 +70,7 @@ def plain(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of type ``kind`` that ``plain`` converted. A missing float becomes its default, or NaN."""
+    """Return a value of type ``kind`` from plain data. A missing float becomes its default, or NaN."""
     arguments = get_args(kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)

@@ -17,8 +17,8 @@ from flatout.report import html
 class Shown(Described):
     """Base of results that a terminal, a notebook and files show.
 
-    ``print`` gives text, ``rich.print`` color, a Jupyter cell a page with charts; ``to_json`` and ``to_html`` write
-    files.
+    ``print`` prints text, ``rich.print`` prints text in color, and a Jupyter cell shows a page with charts. ``to_json``
+    and ``to_html`` write files.
     """
 
     _TITLE: ClassVar[str]
@@ -47,7 +47,7 @@ class Shown(Described):
         """Write one self-contained page with its charts, for light and dark displays.
 
         Args:
-            path: the file.
+            path: file to write.
         """
         Path(path).write_text(html.render("page.html.j2", title=self._TITLE, body=self._fragment()), encoding="utf-8")
 

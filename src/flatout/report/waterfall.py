@@ -1,4 +1,4 @@
-"""How the time of a batch fell, technique by technique, from the loop as it came to the loop as tuned."""
+"""Waterfall of a batch's time: the change by each kept technique, from the original loop to the tuned loop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from flatout.report.model import Row, Summary
 
 @dataclass(frozen=True)
 class WaterfallBar:
-    """What one technique changed.
+    """Change by one technique.
 
     Attributes:
-        row: of the technique.
-        ms: what its gain makes of the baseline's time in its own trial; below zero where it saves time.
+        row: row of the technique.
+        ms: time of the candidate minus time of the baseline in the technique's trial, milliseconds. Below zero if the
+            technique saves time.
     """
 
     row: Row
@@ -24,13 +25,15 @@ class WaterfallBar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """``before``, all ``changes`` and ``unexplained`` together make ``after``.
+    """Changes from the original loop to the tuned loop.
+
+    ``after`` is the sum of ``before``, all ``changes`` and ``unexplained``.
 
     Attributes:
-        before: milliseconds of a batch in the loop as it came, in the race of the whole.
-        changes: of the techniques that trials kept, in that order.
-        unexplained: what the race shows beyond the trials.
-        after: the same as ``before`` of the loop as tuned.
+        before: milliseconds of a batch in the original loop.
+        changes: changes by the techniques that trials kept, in order.
+        unexplained: milliseconds of the total change that the trials do not explain.
+        after: milliseconds of a batch in the tuned loop.
     """
 
     before: float
@@ -40,7 +43,7 @@ class Waterfall:
 
 
 def waterfall(summary: Summary) -> Waterfall | None:
-    """How ``before`` became ``after``; None where no trial kept anything, or nobody knows what that came to."""
+    """Return the waterfall of a report; None if no trial kept a technique or the times are unknown."""
     if summary.before is None or summary.after is None:
         return None
     before, after = summary.before.total_ms, summary.after.total_ms

@@ -1,4 +1,4 @@
-"""How the report puts statuses, gains and trials, so that terminal and HTML say the same thing."""
+"""Wording of statuses, gains and trials, which terminal and HTML share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flatout.report.model import Gain, Pace, RankPace, Row, Status, Summary, Tri
 
 @dataclass(frozen=True)
 class StatusLook:
-    """How a status is shown.
+    """Look of a status.
 
     Attributes:
         mark: one character before the word.
-        ascii_mark: the same where the terminal has ASCII only.
-        style: rich style.
+        ascii_mark: mark in a terminal with ASCII alone.
+        style: style of rich.
         css: class of the HTML pill.
-        meaning: what the status says, for a legend.
+        meaning: meaning of the status, for a legend.
     """
 
     mark: str
@@ -67,14 +67,14 @@ PHASES = {
 UNEXPLAINED = "not explained by these"
 
 STRAGGLES = 1.1
-"""Time of the slowest rank relative to the fastest above which the report names it."""
+"""Time of the slowest rank, relative to the fastest rank, above which the report names the slowest rank."""
 
 FASTER = 1.01
 """Smallest speedup that counts as a gain."""
 
 
 class Figure(NamedTuple):
-    """A figure of the loop, before and after.
+    """Figure of the loop, before and after.
 
     Attributes:
         name: name of the figure.
@@ -166,7 +166,7 @@ RANKS_SHOWN = 8
 
 
 def rank_table(ranks: Sequence[RankPace]) -> list[tuple[str, ...]]:
-    """Return a table of the ranks, with its heading: of all of them, or of the slowest ones. The JSON form has all."""
+    """Return a table of the slowest ``RANKS_SHOWN`` ranks, with its heading. The JSON form has all ranks."""
     if not ranks:
         return []
     slowest = sorted(ranks, key=lambda rank: -rank.own_ms)[:RANKS_SHOWN]
@@ -181,7 +181,7 @@ def rank_table(ranks: Sequence[RankPace]) -> list[tuple[str, ...]]:
 
 
 def straggler(ranks: Sequence[RankPace]) -> str:
-    """Return the slowest rank in words; empty if all ranks take equally long."""
+    """Return a sentence on the slowest rank; empty if no rank exceeds ``STRAGGLES``."""
     if not ranks:
         return ""
     slowest, fastest = max(ranks, key=lambda rank: rank.own_ms), min(ranks, key=lambda rank: rank.own_ms)
@@ -194,7 +194,7 @@ def straggler(ranks: Sequence[RankPace]) -> str:
 
 
 def ranks_in_words(pace: Pace) -> str:
-    """Return the ranks of a training on one line or two; empty for one process."""
+    """Return the number of ranks, communication and scaling, and the slowest rank; empty for one process."""
     if not pace.ranks:
         return ""
     told = [str(len(pace.ranks))]
@@ -212,7 +212,7 @@ def name(row: Row, candidate: str) -> str:
 
 
 def purpose(row: Row) -> str:
-    """Return the effect of a technique; empty if the reason in the row already says it, as for kept techniques."""
+    """Return the effect of a technique; empty for a kept technique, whose reason states the effect."""
     text = formatting.clean(row.purpose)
     return "" if not text or row.status == "kept" else f"{formatting.capital(text)}."
 
@@ -247,7 +247,7 @@ def interval(gain: Gain, pairs: int | None) -> str:
 
 
 def trial_notes(trial: Trial) -> list[str]:
-    """What else is known of a trial: failure, one-off cost, break-even, loss difference, pairs."""
+    """Return further facts of a trial: failure, setup time, break-even, and differences from the baseline."""
     notes = []
     if trial.failure:
         notes.append(formatting.clean(trial.failure))
@@ -283,7 +283,7 @@ def speedup(summary: Summary) -> float | None:
 
 
 def cost(summary: Summary) -> str:
-    """Return the seconds of the tuning, and the steps that pay for them; empty if unknown."""
+    """Return the seconds of the tuning, and the steps until the tuning has paid back; empty if unknown."""
     if not summary.tuning_seconds > 0:
         return ""
     factor, steps = speedup(summary), summary.pays_back_after
@@ -300,7 +300,7 @@ def tally(rows: tuple[Row, ...]) -> list[tuple[Status, int]]:
 
 
 def headline(summary: Summary) -> str:
-    """The result in one line."""
+    """Return the result in one line."""
     factor = speedup(summary)
     if factor is None:
         return "tuned, with no time left to race it against the loop as it came" if summary.won else "nothing was timed"

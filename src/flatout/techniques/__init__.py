@@ -1,4 +1,4 @@
-"""Checklist: one file for each technique, and one line here to add it."""
+"""Checklist of techniques. Each technique is one file and one line in ``REGISTRY``."""
 
 from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.techniques.allocator import Allocator
@@ -83,8 +83,7 @@ REGISTRY: tuple[Technique, ...] = (
 
 The order is placement and data parallel, precision, memory format, backends, threads, optimizer, batch size, compile or
 TorchScript, and the graph of the whole step. The averaging of gradients follows, because it must overlap with the tuned
-backward. So does the loader, because it must reach the rate of the tuned step.
-Advice comes last.
+backward. The loader is next, because it must reach the rate of the tuned step. Advice comes last.
 
 The batch size comes before code that is compiled or captured for the shapes of a batch. Threads come before compile,
 whose kernels depend on their number, and before the loader, whose workers use the remaining cores.

@@ -1,4 +1,4 @@
-"""Neighbour: activation checkpointing."""
+"""Additional technique: activation checkpointing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointCandidate(Candidate):
-    """Changes the class of a model's blocks to one that keeps only inputs and repeats the forward in the backward."""
+    """Candidate that lets a model's blocks keep only their inputs and repeat the forward in the backward."""
 
     label = "blocks"
     value = True
@@ -65,6 +65,7 @@ class ActivationCheckpointing(StepTechnique):
 
     name = "activation_checkpointing"
     title = "activation checkpointing"
+    expected = "a third more compute, less memory"
     rationale = "blocks keep their inputs alone, and the memory that this frees holds more samples"
     goal = "memory"
 
@@ -81,7 +82,7 @@ class ActivationCheckpointing(StepTechnique):
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the siblings of one class that hold the most parameters; none if no siblings are blocks of modules."""
+    """Return the siblings of one class that hold the most parameters; empty if no siblings are blocks of modules."""
     largest: list[nn.Module] = []
     for parent in model.modules():
         by_class: dict[type[nn.Module], list[nn.Module]] = {}

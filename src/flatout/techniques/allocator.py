@@ -1,4 +1,4 @@
-"""Neighbour: GPU memory that does not fragment when shapes vary."""
+"""Additional technique: GPU memory that does not fragment when shapes vary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables with the allocator's settings, which torch reads when CUDA starts: the newer name, and the older one."""
+"""Environment variables with the allocator's settings, newer name first. torch reads them when CUDA starts."""
 
 
 class Allocator(Advice):

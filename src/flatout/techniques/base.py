@@ -1,11 +1,11 @@
-"""Protocol of a technique: when it applies, which candidates there are, and what each changes.
+"""Protocol of a technique: its conditions, its candidates, and their effects.
 
 A technique is one file, one class and one line in ``techniques/__init__.py``. It defines ``name``, ``title``,
-``rationale``, ``check`` and ``candidates``. The first sentence of its docstring is its row in the README, and the
-docstring says "When it helps:" and "When it hurts:". The tuner asks ``check`` if the technique applies, times each
+``rationale``, ``check`` and ``candidates``. The first sentence of its docstring is its row of the checklist. The
+docstring contains "When it helps:" and "When it hurts:". The tuner asks ``check`` if the technique applies, times each
 candidate against the present state, keeps the best and reverts the others. ``check`` and ``check_value`` of a forced
-technique also run before there are batches: ``job.data.batches`` is empty then. If ``check`` refuses because the user
-has already made the change, ``is_so`` returns True, so that forcing the technique is no error.
+technique also run before there are batches, while ``job.data.batches`` is empty. If ``check`` refuses because the user
+already made the change, ``is_so`` returns True, so that forcing the technique is no error.
 
 There are three patterns for a candidate:
 
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 Effect = Literal["exact", "rounding", "reseeded"]
-"""Change of numerics: none, bit for bit; rounding; or rounding and other random numbers of the same distribution."""
+"""Change of numerics.
+
+"exact" is bit-identical, and "rounding" rounds differently. "reseeded" also draws other random numbers of the same
+distribution.
+"""
 
 Goal = Literal["speed", "memory"]
 """Reason to keep a technique.
@@ -44,8 +48,7 @@ larger parts of batches that are faster (``Tuner._decide_memory``).
 Scope = Literal["update", "epoch", "once"]
 """Earliest moment at which a running training can switch a candidate.
 
-The moment is between two updates, between two epochs, or never. Decisions during training, which are not built yet,
-will use it.
+The moment is between two updates, between two epochs, or never. No decision uses this value yet.
 """
 
 
@@ -65,7 +68,7 @@ class Technique(ABC):
 
     Attributes:
         name: key of ``optimize(techniques={name: ...})``.
-        number: number in the checklist; None for a neighbour.
+        number: number in the checklist; None for an additional technique.
         title: name in the report.
         rationale: reason in the row when the technique is kept.
         effect: change of numerics.
@@ -89,7 +92,7 @@ class Technique(ABC):
 
     @property
     def documentation(self) -> str:
-        """Text on the technique: effect, when it helps and when it hurts. Empty if Python runs without docstrings."""
+        """Text on the technique: effect, benefits and drawbacks. Empty if Python runs without docstrings."""
         return type(self).__doc__ or ""
 
     @property
@@ -157,7 +160,7 @@ class Measured(Technique):
         """Return the largest possible saving per step, in milliseconds."""
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """Return the seconds until a candidate's first timed step, for a cold compilation, for example."""
+        """Return the seconds until a candidate's first timed step, for example for a cold compilation."""
         return 0.0
 
     def found(self, candidate: Any) -> str:
@@ -210,9 +213,9 @@ class StepTechnique(Measured):
             off, trials turn on both.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
-        reorders_memory: True if activations have another order in memory, because torch draws random numbers in that
-            order. Trials draw in logical order (``tuning/logical_order.py``), so that the numbers are equal.
-        optimistic_gain: the largest gain to expect. A setup that cannot pay even with this gain is not begun.
+        reorders_memory: True if candidates change the order of activations in memory. torch draws random numbers in
+            that order. Trials draw in logical order (``tuning/logical_order.py``), so that the numbers are equal.
+        optimistic_gain: the largest gain to expect. A setup that would not pay even with this gain is not started.
     """
 
     effect: Effect = "rounding"
@@ -247,10 +250,10 @@ class StepTechnique(Measured):
 
 
 class CompanionTechnique(StepTechnique):
-    """Technique that may pay only together with another.
+    """Technique that may help only together with another technique.
 
     Attributes:
-        companions: names of later combinable techniques, with whose candidates pairs are tried.
+        companions: names of later combinable techniques. Trials also try pairs with candidates of these techniques.
     """
 
     companions: ClassVar[tuple[str, ...]] = ()
@@ -310,11 +313,11 @@ class LoaderTechnique(Measured):
 
 
 class SparingTechnique(LoaderTechnique):
-    """Loader technique whose candidates may take less of the machine than the present loader."""
+    """Loader technique whose candidates may use fewer resources than the present loader."""
 
     @abstractmethod
     def spares(self, job: Job) -> bool:
-        """Return True if candidates take less of the machine. Then one is kept if it is not slower."""
+        """Return True if candidates use fewer resources. Then a candidate is kept if it is not slower."""
 
 
 class Advice(Technique):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flatout.training.job import Job
 
 PLAIN_VALUES = (bool, int, float, str, type(None))
-"""Types whose values are part of a signature. Other leaves except tensors count by type alone."""
+"""Types whose values are part of a signature. Of other leaves except tensors, only the type counts."""
 
 
 class Signature(NamedTuple):
@@ -76,7 +76,7 @@ def _layout(tensor: Tensor) -> Hashable:
 class RoutedCall(ABC):
     """Replacement for a module's call or a job's loss, which chooses a form for each call.
 
-    It is stored in the attribute that ``Module.compile`` uses, or as the job's loss.
+    The replacement is stored in the attribute that ``Module.compile`` uses, or as the job's loss.
 
     Args:
         plain: the plain call.
@@ -108,7 +108,7 @@ class RoutedCall(ABC):
             if self.learning or ran_out_of_memory(error):
                 raise
             reason = formatting.first_line(error)
-        output = self._plainly(*args, **kwargs)  # an error of the call itself is raised here again
+        output = self._plainly(*args, **kwargs)  # an error of the call itself is raised again here
         self._give_up(reason)
         return output
 
@@ -123,15 +123,15 @@ class RoutedCall(ABC):
 
 
 class CallCandidate(Candidate):
-    """Sets a call as an attribute of its owner, and removes it again. The owner stays the same object, and a
-    module keeps its ``state_dict`` keys.
+    """Candidate that replaces a call of a module or of an objective, and restores the original call.
 
-    The candidate holds the call only while it is removed, so that it does not keep the model alive.
+    The owner stays the same object, and a module keeps its ``state_dict`` keys. The candidate holds the call only while
+    the call is removed, so that the candidate does not keep the model alive.
 
     Args:
         owner: the owner of the call: a module, or the objective of a training.
         call: the replacement of the plain call.
-        slot: the owner's attribute for the call, None in the owner's class.
+        slot: the owner's attribute for the call. It is None in the owner's class.
     """
 
     def __init__(self, owner: nn.Module | Objective, call: RoutedCall, slot: str = "_compiled_call_impl") -> None:
@@ -162,7 +162,7 @@ class CallCandidate(Candidate):
             self._parked = vars(owner).pop(self._slot)
 
     def end_warmup(self) -> None:
-        """End the learning of new inputs. Later, only inputs of the trial take the fast form."""
+        """End the learning of new inputs. From now on, only inputs of the trial take the fast form."""
         if self.call is not None:
             self.call.learning = False
 
@@ -175,7 +175,7 @@ def routed_calls(job: Job) -> list[RoutedCall]:
 
 
 def comes_compiled(model: nn.Module) -> str:
-    """Return why a model that is compiled or scripted already, in whole or in part, is left alone; empty for others."""
+    """Return the reason to keep a model that is compiled or scripted, in whole or in part; empty for other models."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the model comes as a ScriptModule: it is compiled already, and is trained as it is"
     if isinstance(model, torch._dynamo.OptimizedModule):

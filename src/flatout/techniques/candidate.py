@@ -10,12 +10,12 @@ from flatout.core.toggle import Toggle
 
 
 class Candidate(Toggle):
-    """Way to run a step that a trial turns on and off. A context manager: on inside the block.
+    """Way to run a step that a trial turns on and off. As a context manager, it is on inside the block.
 
-    Turning a candidate on and off is exact: model, optimizer and flags are as before.
+    After a candidate is turned on and off, model, optimizer and flags are exactly as before.
 
     Attributes:
-        value: ``techniques={name: value}`` forces this candidate; a plan stores the value.
+        value: the value with which ``techniques={name: value}`` forces this candidate. A plan stores this value.
         failure: reason why the candidate has stopped working while it was on; empty while it works.
         steps_to_record: steps that each batch needs after a restore of state before the candidate replays again. 0 for
             candidates that do not record steps.
@@ -49,7 +49,7 @@ class ResizingCandidate(Candidate):
     scale: float = 1.0
 
     def on_tuning_end(self) -> None:
-        """Free memory that only trials need, after all trials."""
+        """Free memory that only trials require. The tuner calls this after all trials."""
 
 
 class ObservingCandidate(Candidate):

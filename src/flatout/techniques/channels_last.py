@@ -1,4 +1,4 @@
-"""Neighbour: convolution weights in channels_last memory format."""
+"""Additional technique: convolution weights in channels_last memory format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class ChannelsLastCandidate(Candidate):
-    """Gives 2-d convolution weights and their moments channels_last strides, and reverts this.
+    """Candidate that gives 2-d convolution weights and their moments channels_last strides, and reverts this.
 
     Convolutions give their outputs the memory format of the weight, so inputs need no conversion. They read the format
     from the strides, even if both formats have the same memory (one channel, 1x1 kernels). In this case ``to`` sets the
@@ -49,7 +49,7 @@ class ChannelsLastCandidate(Candidate):
 
     def _follow(self, weight: nn.Parameter, memory_format: torch.memory_format) -> None:
         """Give gradient and moments the strides of their parameter, because fused updates read them as flat memory."""
-        if weight.grad is not None:  # DDP's object is a view of its bucket, and must stay one
+        if weight.grad is not None:  # a new tensor, because DDP's gradient must stay a view of its bucket
             weight.grad = weight.grad.to(memory_format=memory_format)
         state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
         for tensor in state.values():
@@ -83,8 +83,8 @@ class ChannelsLast(StepTechnique):
     def check(self, job: Job) -> None:
         """Require a model with 2-d convolutions whose weights are in the default format.
 
-        A training must give its optimizer: moments with other strides than their weight are wrong in fused updates,
-        also of torch, which read both in the order of memory.
+        A training also requires its optimizer. Fused updates, including those of torch, read weights and moments in
+        the order of memory, so moments must have the strides of their weight.
         """
         if not self._weights(job):
             raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
@@ -92,11 +92,11 @@ class ChannelsLast(StepTechnique):
             raise NotApplicable("no optimizer was given to optimize(), and moments must follow the weights' strides")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the one candidate."""
+        """Return the only candidate."""
         return [ChannelsLastCandidate(self._weights(job), job.spec.optimizer)]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether there are convolutions and all of their weights are already in channels_last."""
+        """Return True if there are convolutions and all of their weights are already in channels_last."""
         return any(isinstance(m, CONVOLUTIONS) for m in job.spec.model.modules()) and not self._weights(job)
 
     @staticmethod

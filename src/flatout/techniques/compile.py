@@ -1,4 +1,4 @@
-"""9: torch.compile, in place."""
+"""Technique 9 of the checklist: torch.compile, in place."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ MODES = ("default", "max-autotune-no-cudagraphs", *WITH_CUDA_GRAPHS)
 
 
 class CompiledCall(RoutedCall):
-    """Calls compiled code for known inputs, and the plain code for all others.
+    """Routed call of compiled code for known inputs, and of the plain code for all others.
 
-    Otherwise a last, smaller batch or an evaluation pass would stop training for a recompilation. This takes half a
-    minute on a CPU, for one batch per epoch. While ``learning``, new inputs are compiled and recorded. Later, one more
-    kind of call is compiled if training uses it often, for example with another shape or mode than the trial.
+    Without the plain code, a last, smaller batch or an evaluation pass would stop training for a recompilation. This
+    takes half a minute on a CPU, for one batch per epoch. While ``learning``, new inputs are compiled and recorded.
+    Later, one more kind of call is compiled if training uses it often, for example with another shape or mode than the
+    trial.
 
-    Sizes that varied while learning may take any value. Dynamo compiles these as dynamic at the second size
-    (``dynamic=None``, its default), and no others. ``dynamic=True`` would also make constant sizes dynamic. Marks on
+    Sizes that varied while learning may take any value. With the default ``dynamic=None``, Dynamo compiles only these
+    sizes as dynamic, when it sees the second size. ``dynamic=True`` would also make constant sizes dynamic. Marks on
     the batches' tensors would miss tensors that ``compute_loss`` makes.
 
     Without gradients the compiled code always runs under ``no_grad``, on normal tensors. Otherwise Dynamo compiles
     separately for ``no_grad``, for ``inference_mode``, and for inputs made under ``inference_mode`` (torch 2.14:
-    "dispatch key set mismatch"). This way one compilation covers all three.
+    "dispatch key set mismatch"). Under ``no_grad``, one compilation covers all three.
 
     The keys of torch's disk caches do not contain the enabled attention kernels (2.14). So code compiled with flash
     attention would also run while flash attention is disabled. Kernels other than torch's defaults therefore become
@@ -101,7 +102,7 @@ class CompiledCall(RoutedCall):
         self._serves_inference |= not torch.is_grad_enabled()
 
     def _note_plain(self, call: Signature) -> None:
-        """Learn one kind of call that training uses often, from its next call on."""
+        """Count plain calls, and learn one kind of call that training uses often, from its next call on."""
         if self._plain is None or not (torch.is_grad_enabled() or self._serves_inference):
             return
         self._plain[call.kind] += 1
@@ -147,7 +148,7 @@ class CompiledCall(RoutedCall):
 
 
 class _Shapes:
-    """Shapes that one kind of call was compiled for, with sizes that may take any value."""
+    """Shapes for which one kind of call was compiled. Some sizes may take any value."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[tuple[int, ...], ...]] = set()
@@ -156,7 +157,7 @@ class _Shapes:
         self._seen.add(shapes)
 
     def serve(self, shapes: tuple[tuple[int, ...], ...]) -> bool:
-        """Return whether code was compiled for these shapes. The sizes 0 and 1 never stand for other sizes."""
+        """Return True if code was compiled for these shapes. The sizes 0 and 1 never stand for other sizes."""
         if shapes in self._seen:
             return True
         if len(self._seen) < 2:
@@ -231,8 +232,8 @@ def _loss_entry(job: Job) -> Callable[..., Any]:
 def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function with its own code object.
 
-    Dynamo counts recompilations by code object, and all functions from one definition share theirs. The ninth model in
-    a process, for example in a notebook, would silently run eager.
+    Dynamo counts recompilations by code object, and all functions from one definition share one code object. Without a
+    copy, the ninth model in a process, for example in a notebook, would silently run eager.
     """
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
@@ -321,7 +322,7 @@ class Compile(StepTechnique):
         return _candidate(job, "default" if value is True else value)
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the user has compiled the model and ``value`` is True, which leaves the mode open."""
+        """Return True if the user has compiled the model and ``value`` is True, which leaves the mode open."""
         by_user = (
             isinstance(job.spec.model, torch._dynamo.OptimizedModule) or job.spec.model._compiled_call_impl is not None
         )
@@ -333,7 +334,7 @@ def _candidate(job: Job, mode: str) -> Candidate:
 
 
 def _compiles_loss(job: Job) -> bool:
-    """Return whether model and loss can be compiled as one call.
+    """Return True if model and loss can be compiled as one call.
 
     The batches must have one signature, and no wrapper may listen to the model.
     """
@@ -345,7 +346,7 @@ def _compiles_loss(job: Job) -> bool:
 
 
 def _why_no_cuda_graphs(job: Job) -> str:
-    """Return why compiled code cannot be replayed as CUDA graphs; empty if it can."""
+    """Return the reason why compiled code cannot be replayed as CUDA graphs; empty if it can."""
     if job.spec.device.type != "cuda":
         return "there is no CUDA device"
     if job.spec.accumulate > 1:

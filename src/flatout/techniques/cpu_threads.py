@@ -1,4 +1,4 @@
-"""Neighbour: the number of threads of CPU operators."""
+"""Additional technique: the number of threads of CPU operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Threads:
 
 
 class ThreadsCandidate(Candidate):
-    """Sets torch's process-wide number of intra-op threads, and restores the earlier number."""
+    """Candidate that sets torch's process-wide number of intra-op threads, and restores the earlier number."""
 
     def __init__(self, threads: int) -> None:
         self.value = threads
@@ -51,7 +51,7 @@ class ThreadsCandidate(Candidate):
 
 def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
-    # OpenMP starts and ends threads in the next operator, which must not be a timed one
+    # OpenMP starts and ends threads in the next operator, so that operator must not be timed
     torch.empty(_GRAIN * threads).fill_(0)
 
 

@@ -1,4 +1,4 @@
-"""5: model, buffers, loss module and its weights on one device, moved together."""
+"""Technique 5 of the checklist: model, buffers, loss module and its weights on one device, moved together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Placement(Candidate):
-    """Moves modules, and the optimizer's state with them, to a device and back."""
+    """Candidate that moves modules, together with the optimizer's state, to a device and back."""
 
     moves_storage = True
 
@@ -40,7 +40,7 @@ class Placement(Candidate):
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
             for key, value in self._state_of(tensor).items():
-                # torch keeps `step` on the CPU whatever the parameter's device is.
+                # torch keeps `step` on the CPU for parameters on any device.
                 if isinstance(value, torch.Tensor) and key != "step":
                     value.data = value.data.to(device)
 

@@ -1,4 +1,4 @@
-"""Neighbour: the whole step, from forward to update, replayed as one CUDA graph."""
+"""Additional technique: the whole step, from forward to update, replayed as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from flatout.core import dtensor
+from flatout.core.step_hooks import is_patched
 from flatout.optim import why_not_fusable
-from flatout.optim.native_step import NativeStep, is_patched
+from flatout.optim.native_step import NativeStep
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import routed_calls
 from flatout.techniques.candidate import Candidate
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class GraphCandidate(Candidate):
-    """Makes a :class:`GraphedStep` the runner of a training's steps.
+    """Candidate that makes a :class:`GraphedStep` the runner of a training's steps.
 
     The candidate holds the runner only while it is off, so that it does not keep the model alive.
     """
 
     label = "whole step"
     value = True
-    steps_to_record = 2  # restoring the optimizer's state drops graphs: one eager step and a capture follow
+    steps_to_record = 2  # a restore of the optimizer's state drops graphs: an eager step and a capture follow
 
     def __init__(self, stepper: Stepper, recorder: Recorder) -> None:
         self._stepper = weakref.ref(stepper)
@@ -104,7 +105,7 @@ class CudaGraph(StepTechnique):
             raise NotApplicable(reason)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the one candidate."""
+        """Return the only candidate."""
         return [GraphCandidate(job.stepper, CudaRecorder(job.spec.device))]
 
 
@@ -123,7 +124,7 @@ def why_not_captured(job: Job) -> str:
         return "batches are computed in parts, one by one: together in a graph they would take more memory"
     modules = [m for root in job.spec.modules for m in root.modules()]
     if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
-        return "the model comes as a ScriptModule, of which nobody can tell when its parts are replaced"
+        return "the model is a ScriptModule, which does not show when its parts are replaced"
     if any(isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) for m in modules):
         return "the model is spread over several devices or processes"
     if any(getattr(call, "_reuses_outputs", False) for call in routed_calls(job)):
@@ -145,7 +146,7 @@ def _why_not_this_optimizer(optimizer: torch.optim.Optimizer) -> str:
             f"{why_not}"
         )
     if is_patched(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return "the optimizer has hooks or a step of its own, and a replay runs no Python"
+        return "the optimizer has hooks or a patched step, and a replay runs no Python"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(map(dtensor.is_distributed, parameters)):
         return "the parameters are spread over several processes"

@@ -1,4 +1,4 @@
-"""4: cuDNN times its convolution algorithms and keeps the fastest for each shape."""
+"""Technique 4 of the checklist: choice of cuDNN's fastest convolution algorithm for each shape, by timing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CudnnFlags:
 
 
 class ShapeWatch:
-    """Detects batches that keep arriving in new shapes.
+    """Detector of batches that keep arriving in new shapes.
 
     A known shape costs nothing, because its algorithm is stored. One check takes two microseconds per batch.
     """
@@ -51,7 +51,7 @@ class ShapeWatch:
         """Batch numbers of the latest new shapes."""
 
     def varies(self, batch: Any) -> bool:
-        """Return whether the last ``WITHIN`` batches, including this one, had ``MOST_NEW`` new shapes."""
+        """Return True if the last ``WITHIN`` batches, including this one, had ``MOST_NEW`` new shapes."""
         self._batches += 1
         key = signature(batch, Tensor, tensors_within)
         if key in self._known:
@@ -62,7 +62,7 @@ class ShapeWatch:
 
 
 class BenchmarkCandidate(ObservingCandidate):
-    """Turns on ``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes vary.
+    """Candidate that turns on ``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes vary.
 
     torch stores the algorithm of a convolution's first run and then ignores the flag. ``deterministic`` is part of the
     storage key, and ``benchmark`` is not (pytorch #45372). So ``benchmark`` alone would find every shape already stored
@@ -93,7 +93,7 @@ class BenchmarkCandidate(ObservingCandidate):
             cudnn.benchmark = False
             warnings.warn(
                 f"batches came in {MOST_NEW} new shapes within {WITHIN} steps, and cuDNN searches for the fastest "
-                "convolution algorithms anew for each: torch.backends.cudnn.benchmark is off from here on",
+                "convolution algorithms for each of them: torch.backends.cudnn.benchmark is off from here on",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -133,8 +133,8 @@ class CudnnBenchmark(StepTechnique):
             raise NotApplicable("torch.backends.cudnn.enabled is off")
         if cudnn.benchmark:
             raise NotApplicable(
-                "torch.backends.cudnn.benchmark is on already, and batches come in several shapes, for each of which "
-                "cuDNN searches anew: try without"
+                "torch.backends.cudnn.benchmark is on already, and batches come in several shapes. cuDNN searches for "
+                "each of them: try without"
                 if job.data.varies
                 else "torch.backends.cudnn.benchmark is on already, and stays on"
             )
@@ -146,20 +146,20 @@ class CudnnBenchmark(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the candidate if the trial's batches have one shape."""
         if job.data.varies:
-            raise NotApplicable("batches come in several shapes, and cuDNN would search anew for each")
+            raise NotApplicable("batches come in several shapes, and cuDNN would search for each of them")
         return [BenchmarkCandidate()]
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate, which also watches the shapes."""
+        """Return the candidate. It watches the shapes, so a forced candidate needs no constant shapes."""
         return BenchmarkCandidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether ``cudnn.benchmark`` is already on."""
+        """Return True if ``cudnn.benchmark`` is already on."""
         return job.spec.device.type == "cuda" and cudnn.enabled and cudnn.benchmark
 
 
 def _convolves(job: Job) -> bool:
-    """Return whether a step contains convolutions, by its modules or by its counted operators."""
+    """Return True if a step contains convolutions, by its modules or by its counted operators."""
     return any(isinstance(m, _ConvNd) for m in job.spec.model.modules()) or any(
         "convolution" in name for count in job.work.counts for name in count.by_op
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Replicas(Candidate):
-    """Gives one model instance a class whose calls average gradients over all ranks, and the stepper the same."""
+    """Candidate that lets the calls of one model instance, and the stepper, average gradients over all ranks."""
 
     def __init__(self, job: Job) -> None:
         self.label = self.value = f"{job.spec.ranks.size} ranks"
@@ -33,7 +33,8 @@ class Replicas(Candidate):
         job, model = self._job(), self._model()
         if job is None or model is None:
             return
-        job.stepper.times.begin(job.spec.ranks, job.spec.device)  # first: a failed rank is not in collectives of DDP
+        # This call detects a failed rank. DDP's collectives would wait for such a rank.
+        job.stepper.times.begin(job.spec.ranks, job.spec.device)
         job.stepper.sync = sync = GradientSync(job.spec.modules, job.spec.ranks, StepClock(job.spec.device))
         job.objective.plain = sync.alone
         self._sync = weakref.ref(sync)
@@ -77,11 +78,12 @@ class DataParallel(Rule):
     steps wait for the network. BatchNorm normalizes each rank's slice by itself, and dropout draws other numbers on
     each rank.
 
-    Source: https://docs.pytorch.org/docs/stable/notes/ddp.html.
+    Sources: https://docs.pytorch.org/docs/stable/notes/ddp.html; Li et al., 2020 (arXiv:2006.15704) for "near-linear".
     """
 
     name = "data_parallel"
     title = "data parallel"
+    expected = "near-linear to 256 GPUs"
     rationale = "each rank computes its slice of every batch, and gradients are averaged during the backward"
     effect = "rounding"
 

@@ -1,4 +1,4 @@
-"""Neighbour: determinism and seeding."""
+"""Additional technique: determinism and seeding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeterminismFlags:
 
 
 class DeterministicCandidate(Candidate):
-    """Turns on torch's deterministic algorithms, process-wide."""
+    """Candidate that turns on torch's deterministic algorithms, process-wide."""
 
     label = value = "deterministic"
 
@@ -59,6 +59,7 @@ class Determinism(PricedRule):
 
     name = "determinism"
     title = "determinism and seeding"
+    expected = "slower steps"
     rationale = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
     argument = "deterministic"
 

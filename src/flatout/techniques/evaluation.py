@@ -1,4 +1,4 @@
-"""6: no gradients in evaluation."""
+"""Technique 6 of the checklist: no gradients in evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _AutogradGraph:
 
 
 class _CallWatch:
-    """Observes whether the outputs of a model in eval mode are used by a backward.
+    """Observer of a model in eval mode, which detects outputs that no backward uses.
 
     Attributes:
         wasted: number of consecutive forwards with an unused graph.
@@ -77,7 +77,7 @@ class _CallWatch:
 
 
 class EvaluationWatch(Candidate):
-    """Gives one model instance a class that observes its calls in eval mode."""
+    """Candidate that gives one model instance a class, which observes its calls in eval mode."""
 
     label = value = "watched"
 
@@ -120,11 +120,14 @@ class Evaluation(Rule):
     When it helps: an evaluation loop that records gradients keeps every activation and is about a third slower. A loop
     without ``eval()`` gives wrong numbers with BatchNorm or Dropout. When it hurts: the observation costs a microsecond
     per call of the model.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.no_grad.html for "less memory".
     """
 
     name = "evaluation"
     number = 6
     title = "no gradients in evaluation"
+    expected = "less memory"
     rationale = (
         "run.evaluate and run.fit record nothing for a backward pass that never comes, which saves time and memory; a "
         "loop of your own that evaluates with gradients on gets a warning with its line"
@@ -132,7 +135,7 @@ class Evaluation(Rule):
     depends_on_loop = True
 
     def candidate(self, job: Job) -> Candidate | None:
-        """Return the observer for a loop that is not ``run.step``'s."""
+        """Return the observer for a user's own training loop; None for all other jobs."""
         if not job.why_no_step or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
         return EvaluationWatch(job.spec.model)

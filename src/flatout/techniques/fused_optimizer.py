@@ -1,4 +1,4 @@
-"""Neighbour: the optimizer's step as one native pass over memory."""
+"""Additional technique: the optimizer's step as one native pass over memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FuseCandidate(Candidate):
-    """Changes the optimizer's class to flatout's class of the same name. State and schedulers stay."""
+    """Candidate that changes the optimizer's class to flatout's class of the same name. State and schedulers stay."""
 
     label = "fused"
     value = True
@@ -38,10 +38,13 @@ class FusedOptimizer(StepTechnique):
     When it helps: many parameters, or many small tensors. With clipping it moves 32 bytes per float32 parameter, and
     torch moves 48 to 100. torch's loop costs microseconds per tensor. When it hurts: never by much. If the update is a
     small part of the step, the gain is small, too.
+
+    Source: `pytest benchmarks/update_path.py --full`, on 2 cores of an AMD EPYC and of an Intel Xeon.
     """
 
     name = "fused_optimizer"
     title = "fused optimizer"
+    expected = "1.4 to 4.7× for the update"
     rationale = "the update reads and writes each parameter once, in one native call"
     is_combinable = True
     optimistic_gain = 4.0
@@ -55,10 +58,10 @@ class FusedOptimizer(StepTechnique):
             raise NotApplicable(why_not)
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the one candidate."""
+        """Return the only candidate."""
         assert job.spec.optimizer is not None
         return [FuseCandidate(job.spec.optimizer)]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the optimizer is already one of flatout's."""
+        """Return True if the optimizer is already one of flatout's."""
         return isinstance(job.spec.optimizer, NativeStep)

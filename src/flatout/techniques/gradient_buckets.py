@@ -1,4 +1,4 @@
-"""Neighbour: buckets in which DDP averages gradients."""
+"""Additional technique: buckets in which DDP averages gradients."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class GradientBuckets(ReducerTechnique):
 
     name = "gradient_buckets"
     title = "gradient buckets"
+    expected = "depends on the network"
     rationale = "gradients are averaged in buckets of this size"
     values = "True, a size in MiB >= 1"
 

@@ -1,4 +1,4 @@
-"""Neighbour: gradients in 16 bits between the ranks."""
+"""Additional technique: gradients in 16 bits between the ranks."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class GradientCompression(ReducerTechnique):
 
     name = "gradient_compression"
     title = "gradient compression"
+    expected = "half the bytes"
     rationale = "gradients cross the network in 16-bit numbers; gradients and losses match within tolerance"
     values = "True, 'bf16'"
 
@@ -44,7 +45,7 @@ class GradientCompression(ReducerTechnique):
         return self.effect
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the one candidate."""
+        """Return the only candidate."""
         return [ReducerCandidate(job, "bf16", "bf16", is_compressed=True)]
 
     def accepts(self, value: Any) -> bool:

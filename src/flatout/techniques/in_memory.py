@@ -1,4 +1,4 @@
-"""13: data that fits in memory is gathered natively, without a Python call per sample."""
+"""Technique 13 of the checklist: data that fits in memory is gathered natively, without a Python call per sample."""
 
 from __future__ import annotations
 
@@ -72,11 +72,14 @@ class InMemory(LoaderTechnique):
     When it helps: a DataLoader spends 5 to 50 microseconds of Python on every sample, of any size. When it hurts: it
     takes the memory of the decoded data. A dataset that draws random numbers is left alone, because random augmentation
     must not be frozen.
+
+    Source: `pytest benchmarks/data_path.py --full` for "2 to 200x", by the size of a sample, on 2 cores of an AMD EPYC.
     """
 
     name = "in_memory"
     number = 13
     title = "data in memory"
+    expected = "2 to 200× for loading"
     values = "True, 'device'"
     rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
 
@@ -122,7 +125,7 @@ class InMemory(LoaderTechnique):
         return _on_device(job) if value == "device" else self.candidates(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the user's loader is already an ``InMemoryLoader``."""
+        """Return True if the user's loader is already an ``InMemoryLoader``."""
         return value is True and isinstance(job.data.loader, InMemoryLoader)
 
 

@@ -1,4 +1,4 @@
-"""Neighbour: freed memory stays with the process, for the next step."""
+"""Additional technique: freed memory stays with the process, for the next step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _threshold = 0  # measured when memory is first kept
 
 
 def why_not() -> str:
-    """Return why the settings cannot be changed and restored here; empty if they can."""
+    """Return the reason why the settings cannot be changed and restored here; empty if they can."""
     if platform.libc_ver()[0] != "glibc":
         return "the C library here is not glibc, whose malloc has these settings"
     tuned = [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]
@@ -31,15 +31,15 @@ def why_not() -> str:
 
 
 def keeps() -> bool:
-    """Return whether freed memory is kept."""
+    """Return True if freed memory is kept."""
     return _keeps
 
 
 def keep(on: bool) -> None:
     """Keep freed memory in the process, or return all of it and restore the earlier thresholds.
 
-    glibc adapts its thresholds to the program's frees until they are set. It does not report the adapted values, so
-    they are measured by allocations.
+    glibc adapts its thresholds to the program's frees until the thresholds are set. It does not report adapted values,
+    so allocations measure them.
     """
     global _keeps, _threshold
     if on == _keeps:
@@ -98,7 +98,7 @@ class MallocSetting:
 
 
 class MallocCandidate(Candidate):
-    """Makes the process keep freed memory, and reverts this."""
+    """Candidate that makes the process keep freed memory, and reverts this."""
 
     label = "kept"
     value = True
@@ -130,6 +130,7 @@ class Malloc(Rule):
 
     name = "malloc"
     title = "memory kept by malloc"
+    expected = "up to 12 %"
     rationale = "a step takes the memory that the last one freed: the kernel need not clear and map new pages for it"
 
     def check(self, job: Job) -> None:
@@ -141,5 +142,5 @@ class Malloc(Rule):
             raise NotApplicable(reason)
 
     def candidate(self, job: Job) -> Candidate:
-        """Return the setting of the process."""
+        """Return the candidate for the process-wide setting."""
         return MallocCandidate()

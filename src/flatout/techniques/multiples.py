@@ -1,4 +1,4 @@
-"""Neighbour: layers whose sizes tensor cores cannot use fully."""
+"""Additional technique: layers whose sizes tensor cores cannot use fully."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Layer:
     """Layer with a size that tensor cores cannot use fully.
 
     Attributes:
-        names: modules that share its weight, by their names in ``named_modules``.
+        names: names in ``named_modules`` of the modules that share the layer's weight.
         kind: the class of the layer.
-        sizes: unsuitable sizes: name, size and the next suitable size.
+        sizes: name, value and next suitable value of each unsuitable size.
         multiple: suitable sizes are multiples of this.
     """
 
@@ -48,10 +48,10 @@ class Layer:
 
 
 def multiple_of(dtype: torch.dtype, *, tf32: bool) -> int:
-    """Return the number of which sizes should be a multiple, for products in a dtype.
+    """Return the divisor that sizes should have for products in a dtype.
 
-    The result is 1 if tensor cores do not compute the dtype. Otherwise it covers sixteen bytes: 8 elements of 16 bits,
-    16 of 8 bits, 4 of float32 in TF32.
+    The result is 1 if tensor cores do not compute the dtype. Otherwise, it is the number of elements in 16 bytes: 8
+    elements of 16 bits, 16 of 8 bits, 4 of float32 in TF32.
     """
     if dtype.itemsize > 4 or (dtype.itemsize == 4 and not tf32):
         return 1
@@ -59,7 +59,7 @@ def multiple_of(dtype: torch.dtype, *, tf32: bool) -> int:
 
 
 def better_size(size: int, multiple: int) -> int:
-    """Return the next multiple, or that of a whole tile if it is within 5 % of ``size``, as 50304 is of 50257."""
+    """Return the next multiple, or the next whole tile if it is within 5 % of ``size``, such as 50304 for 50257."""
     tile = _round_up(size, multiple * _TILE // _ALIGNED)
     return tile if tile <= 1.05 * size else _round_up(size, multiple)
 
@@ -94,7 +94,7 @@ def odd_layers(model: nn.Module, autocast: torch.dtype | None, *, tf32: bool) ->
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the sizes of a layer's matrix product with their names. An embedding alone is a look-up without sizes."""
+    """Yield the sizes of a layer's matrix product with their names. An embedding is a look-up and has no product."""
     if isinstance(module, nn.Linear):
         yield "in_features", module.in_features
         yield "out_features", module.out_features

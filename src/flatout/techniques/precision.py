@@ -1,4 +1,4 @@
-"""10: mixed precision."""
+"""Technique 10 of the checklist: mixed precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AutocastCandidate(Candidate):
-    """Gives one model instance a class whose forward runs under autocast."""
+    """Candidate that gives one model instance a class whose forward runs under autocast."""
 
     def __init__(self, model: nn.Module, device_type: str, label: str) -> None:
         self.label = self.value = label
@@ -66,7 +66,7 @@ class Precision(CompanionTechnique):
     companions = ("sdpa_backend",)
 
     def check(self, job: Job) -> None:
-        """Require a float32 model whose forward is its class's."""
+        """Require a float32 model that runs the forward of its class."""
         dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
         if dtypes != {torch.float32}:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -79,7 +79,7 @@ class Precision(CompanionTechnique):
             raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return bf16, or fp16 on a GPU without bf16 units, which needs an optimizer for the loss scaler."""
+        """Return bf16, or fp16 on a GPU without bf16 units. fp16 requires ``run.step``, which has a loss scaler."""
         _check_own_autocast(job)
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.why_no_step:
@@ -92,20 +92,20 @@ class Precision(CompanionTechnique):
         return value is True or (isinstance(value, str) and value in DTYPES)
 
     def check_value(self, job: Job, value: Any) -> None:
-        """Reject fp16 without an optimizer, because the user's own loop has no loss scaler."""
+        """Reject fp16 without ``run.step``, because the user's own loop has no loss scaler."""
         super().check_value(job, value)
         if value == "fp16" and job.why_no_step:
             raise ValueError(f"precision='fp16' needs run.step's loss scaler: {job.why_no_step}")
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a dtype; True is the first candidate."""
+        """Return the candidate for a dtype. True means the first candidate."""
         if value is True:
             return self.candidates(job)[0]
         _check_own_autocast(job)
         return AutocastCandidate(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the model's parameters already have that dtype, or the loss runs the model in it."""
+        """Return True if the model's parameters already have that dtype, or the loss runs the model in it."""
         dtypes = {p.dtype for p in job.spec.model.parameters() if p.is_floating_point()}
         own = _own_autocast(job)
         return own is not None if value is True else DTYPES[value] is own or dtypes == {DTYPES[value]}
@@ -121,7 +121,7 @@ def _check_own_autocast(job: Job) -> None:
 def _own_autocast(job: Job) -> torch.dtype | None:
     """Return the dtype of an autocast in which ``compute_loss`` calls the model; None without one.
 
-    One loss is computed for this.
+    The function computes one loss.
     """
     if job.spec.compute_loss is None or not job.data.batches or comes_compiled(job.spec.model):
         return None

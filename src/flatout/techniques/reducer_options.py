@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReducerCandidate(Candidate):
-    """Sets some of the ``ReducerOptions`` of the training's ``GradientSync``, for the next step.
+    """Candidate that sets some of the ``ReducerOptions`` of the training's ``GradientSync``, for the next step.
 
     Args:
         job: the training.
@@ -38,7 +38,7 @@ class ReducerCandidate(Candidate):
         self._replaced(self._before)
 
     def _replaced(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Set options, and return their values before."""
+        """Set options, and return their earlier values."""
         stepper = self._stepper()
         if stepper is None or stepper.sync is None:
             return {}
@@ -48,9 +48,9 @@ class ReducerCandidate(Candidate):
 
 
 class ReducerTechnique(StepTechnique):
-    """Technique of the reducer. It can save the exposed communication, and no more.
+    """Technique of the reducer, which can save at most the exposed communication.
 
-    With two ranks a sum of gradients has one order, so that buckets do not change its rounding.
+    With two ranks, a sum of gradients has only one order, so buckets do not change its rounding.
     """
 
     effect: Effect = "rounding"
@@ -60,7 +60,7 @@ class ReducerTechnique(StepTechnique):
     def check(self, job: Job) -> None:
         """Require several ranks that average the gradients during the backward of ``run.step``.
 
-        A loop of the user's own may hold gradients longer than a step, or change its graph without a step to repeat.
+        A user's own loop may hold gradients longer than a step. If its graph changes, flatout cannot repeat the step.
         """
         stepper = job.stepper
         if job.spec.ranks.size == 1:
@@ -77,5 +77,5 @@ class ReducerTechnique(StepTechnique):
         return "exact" if job.spec.ranks.size == 2 else self.effect
 
     def most_saved(self, job: Job, pace: Pace) -> float:
-        """Return the exposed communication; the whole step if it is unknown."""
+        """Return the exposed communication, or the time of the whole step if the communication is unknown."""
         return pace.step_ms if pace.exposed_ms is None else pace.exposed_ms

@@ -1,4 +1,4 @@
-"""Neighbour: the kernel that computes attention."""
+"""Additional technique: the kernel that computes attention."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AttentionKernels:
 
 
 class AttentionCandidate(Candidate):
-    """Makes ``scaled_dot_product_attention`` prefer one kernel.
+    """Candidate that makes ``scaled_dot_product_attention`` prefer one kernel.
 
     On CUDA this changes the order, so inputs that the kernel does not support fall back to the other kernels. The CPU
     has two kernels without an order, so its fused kernel is turned off in favor of plain products.
@@ -102,7 +102,7 @@ class AttentionCandidate(Candidate):
 
 
 class _Attention(TorchDispatchMode):
-    """Records which kernels compute attention, and which others support its inputs."""
+    """Dispatch mode that records the kernels that compute attention, and other kernels that support the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class SdpaBackend(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the kernels that support the model's attention, except for the one in use.
 
-        One forward is observed for this.
+        The method observes one forward.
         """
         seen = self._watch(job)
         if not seen.used:
@@ -185,7 +185,7 @@ class SdpaBackend(StepTechnique):
             raise ValueError(f"techniques['{self.name}'] must be one of {names} or False, got {value!r}")
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
-        """Return the candidate for a kernel. Fused kernels must support the model's attention; math supports all."""
+        """Return the candidate for a kernel. A fused kernel must support the model's attention."""
         candidate = AttentionCandidate(value, job.spec.device.type)
         if job.data.batches and value != "math":
             with candidate:

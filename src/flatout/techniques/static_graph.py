@@ -1,4 +1,4 @@
-"""Neighbour: DDP's search of the graph for parameters without gradients."""
+"""Additional technique: DDP's search of the graph for parameters without gradients."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class StaticGraph(ReducerTechnique):
 
     name = "static_graph"
     title = "static graph"
+    expected = "one search per run instead of per step"
     rationale = "the same parameters get gradients in every step, so DDP searches no graph"
 
     def check(self, job: Job) -> None:
@@ -35,5 +36,5 @@ class StaticGraph(ReducerTechnique):
             raise NotApplicable("every parameter gets a gradient, so DDP searches no graph")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return the one candidate."""
+        """Return the only candidate."""
         return [ReducerCandidate(job, "on", True, static_graph=True)]

@@ -1,4 +1,4 @@
-"""Neighbour: lines of the step that make Python wait for the GPU."""
+"""Additional technique: lines of the step that make Python wait for the GPU."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class SyncPoints(Advice):
 
     name = "sync_points"
     title = "sync points"
+    expected = "40–50 ms per wait"
 
     def findings(self, job: Job, seconds: float) -> Sequence[str]:
         """Return lines of the user's code, most frequent first, with advice."""

@@ -1,4 +1,4 @@
-"""Neighbour: float32 matrix products on tensor cores."""
+"""Additional technique: float32 matrix products on tensor cores."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TENSOR_CORES = (8, 0)
 class Float32Precision:
     """Present precision of float32 matrix products.
 
-    torch stores it twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each backend. If only
-    the newer flag is written, readers of the older one raise, for example torch.compile (pytorch #166387). A write to
-    the older one sets both.
+    torch stores the precision twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each
+    backend. If only the newer flag is written, readers of the older one raise, for example torch.compile (pytorch
+    #166387). A write to the older one sets both.
 
     Attributes:
         legacy: "highest", "high" or "medium"; None if only the newer flags have it.
@@ -36,7 +36,7 @@ class Float32Precision:
         self._flags = [(module, module.fp32_precision, _own(module, parent)) for module, parent in _products()]
 
     def restore(self) -> None:
-        """Restore both. A value that has not changed is not written."""
+        """Restore the older and the newer flags. A value that has not changed is not written."""
         if self.legacy is not None and _legacy_precision() != self.legacy:
             torch.set_float32_matmul_precision(self.legacy)
         for module, effective, own in self._flags:
@@ -53,7 +53,7 @@ def _products() -> list[tuple[Any, Any]]:
 def _own(module: Any, parent: Any) -> str:
     """Return the flag to write for the same precision.
 
-    The flag is "none" if it is the parent's, because reading does not distinguish the two.
+    The flag is "none" if the value equals the parent's, because a read does not distinguish the two.
     """
     return "none" if module.fp32_precision == parent.fp32_precision else module.fp32_precision
 
@@ -67,7 +67,11 @@ def _legacy_precision() -> str | None:
 
 
 class Tf32Candidate(Candidate):
-    """Turns on TF32 for matrix products: by torch's older flag, which also sets the newer one, if it is "highest"."""
+    """Candidate that turns on TF32 for matrix products.
+
+    If torch's older flag is "highest", the candidate writes this flag, which also sets the newer one. Otherwise, it
+    writes only the newer flag.
+    """
 
     label = "tf32"
     value = True
@@ -136,7 +140,7 @@ class Tf32(StepTechnique):
         return Tf32Candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether TF32 is already on, on a GPU that has it."""
+        """Return True if TF32 is already on, on a GPU that has it."""
         on = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return (
             on and job.spec.device.type == "cuda" and torch.cuda.get_device_capability(job.spec.device) >= TENSOR_CORES

@@ -1,4 +1,4 @@
-"""11: TorchScript, a fallback without torch.compile."""
+"""Technique 11 of the checklist: TorchScript, a fallback without torch.compile."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ TorchScript profiles the first calls and rewrites its graph after them.
 
 
 class ScriptedCall(RoutedCall):
-    """Calls the scripted or traced module for verified kinds of input, and the plain module for others.
+    """Routed call of a scripted or traced module for verified kinds of input, and of the plain module for others.
 
     While ``learning``, the first call of a kind scripts the module, or traces it if scripting fails. The outputs and
     the gradients of the parameters are then compared with the plain module's. The comparison uses the original,
     negated, shuffled and resized inputs, in the present modes and in eval mode. The plain call is used while hooks are
-    registered. It is used for good after an attribute, parameter or submodule is replaced, because a script does not
-    see that.
+    registered. After an attribute, parameter or submodule is replaced, the plain call is used permanently, because a
+    script does not see the change.
 
     Args:
         module: the module whose call is replaced.
@@ -77,7 +77,7 @@ class ScriptedCall(RoutedCall):
         """Find a form that computes the same as the plain module.
 
         Raises:
-            NothingBetter: no form does.
+            NothingBetter: no form computes the same.
         """
         reasons = []
         for name in [self.form] if self.form else self._kinds:
@@ -132,7 +132,7 @@ class ScriptedCall(RoutedCall):
                 raise _Refused(f"it returns {other.kind}, not {plain.kind}, {where}")
             for what, most in (("outputs", allowed.outputs), ("gradients", allowed.gradients)):
                 by, _ = apart(getattr(plain, what), getattr(other, what))
-                if not by <= most:  # unless both draw other random numbers
+                if not by <= most:  # both may draw other random numbers
                     redrawn = self._results(module._call_impl, inputs, named)
                     most = max(most, 2 * apart(getattr(plain, what), getattr(redrawn, what))[0])
                 if not by <= most:
@@ -161,7 +161,7 @@ class _Results(NamedTuple):
 
 
 class _Refused(Exception):
-    """Reason why a form cannot replace the module: one clause for the report."""
+    """Reason why a form cannot replace the module. The message is one clause for the report."""
 
 
 AS_THEY_COME = "as they come"
@@ -191,7 +191,7 @@ def _altered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
 
 
 class TorchScriptCandidate(CallCandidate):
-    """Replaces the model's call by TorchScript. The first call decides the form."""
+    """Candidate that replaces the model's call by TorchScript. The first call decides the form."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str] = KINDS) -> None:
         self._kinds = kinds
@@ -234,6 +234,7 @@ class TorchScript(StepTechnique):
     name = "torchscript"
     number = 11
     title = "TorchScript (deprecated)"
+    expected = "5–15 %"
     rationale = (
         "the model's forward runs without Python between its operators; TorchScript is deprecated upstream since "
         "torch 2.11, so a later torch may no longer have it"
@@ -261,8 +262,8 @@ class TorchScript(StepTechnique):
         """Return the one candidate, if ``torch.compile`` is not available."""
         if not why_no_compiler(job.spec.device) and "compile" not in job.failed:
             raise NotApplicable(
-                "it is deprecated upstream since torch 2.11, and torch.compile is to be had here: "
-                "techniques={'torchscript': True} asks for it all the same"
+                "it is deprecated since torch 2.11, and superseded by torch.compile, which works here. "
+                "Force it with techniques={'torchscript': True}"
             )
         return [TorchScriptCandidate(job.spec.model)]
 
@@ -275,5 +276,5 @@ class TorchScript(StepTechnique):
         return TorchScriptCandidate(job.spec.model, KINDS if value is True else (value,))
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the model is already scripted or traced and ``value`` is True, which leaves the kind open."""
+        """Return True if the model is already scripted or traced and ``value`` is True, which leaves the kind open."""
         return value is True and isinstance(job.spec.model, torch.jit.ScriptModule)

@@ -42,7 +42,7 @@ class TakenOver:
 
     @property
     def hooked(self) -> bool:
-        """True if hooks are registered. A TorchScript call would skip them, and so the plain call is used."""
+        """True if hooks are registered. The plain call is used then, because a TorchScript call would skip hooks."""
         return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())
 
     def changed(self) -> str:
@@ -59,7 +59,7 @@ class TakenOver:
 def _same(now: Any, then: Any) -> bool:
     try:
         return bool(now == then)
-    except Exception:  # raised by ==, for example of arrays, which is called only if an array was replaced
+    except Exception:  # == may raise, for example for arrays. It runs only if an array was replaced.
         return False
 
 
@@ -112,7 +112,7 @@ class TraceForm:
         with contextlib.ExitStack() as stack:
             said = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            torch.jit.TracerWarning.ignore_lib_warnings()  # warnings of torch's own code, about sizes that it checks
+            torch.jit.TracerWarning.ignore_lib_warnings()  # torch's own code warns about its checks of sizes
             stack.enter_context(_as_the_user_wrote_it(self._module))
             for device in devices:  # autocast would make 16-bit weights constants of the trace
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -140,7 +140,7 @@ FORMS: Mapping[str, Callable[[nn.Module], ScriptForm | TraceForm]] = {"script": 
 def _as_the_user_wrote_it(module: nn.Module) -> Iterator[None]:
     """Remove flatout's changes from an instance inside the block, because TorchScript cannot read them.
 
-    Attributes that TorchScript adds are removed afterwards.
+    Attributes that TorchScript adds are removed after the block.
     """
     made, module.__class__ = type(module), users_class(type(module))
     call = vars(module).pop("_compiled_call_impl", None)

@@ -1,4 +1,4 @@
-"""13: names per-sample torch work on the CPU that the device could do for whole batches."""
+"""Technique 13 of the checklist: advice on per-sample torch operations that the device could run on whole batches."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Transforms(Advice):
     name = "transforms"
     number = 13
     title = "transforms on the device"
+    expected = "less time per sample"
 
     def check(self, job: Job) -> None:
         """Reject loaders whose samples cannot be evaluated beside the training, or are already in memory."""

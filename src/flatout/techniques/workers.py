@@ -1,4 +1,4 @@
-"""2: loader workers."""
+"""Technique 2 of the checklist: loader workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerSource:
     Args:
         loader: loader with a base (``base_of``).
         settings: arguments of ``DataLoader``.
-        reason: reason of ``tune`` for the settings.
+        reason: sentence of ``tune`` about the settings.
     """
 
     def __init__(self, loader: Any, settings: Mapping[str, Any], reason: str = "") -> None:
@@ -114,7 +114,7 @@ class Workers(SparingTechnique):
         return base is not None and base.num_workers > job.spec.ranks.first(own_cores())
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
-        """Return the seconds of ``tune``: some rounds of all workers if batches are slow."""
+        """Return the seconds of ``tune``, which takes some rounds of all workers if batches are slow."""
         return max(SECONDS, 8 * pace.load_ms / 1e3)
 
     def candidates(self, job: Job, pace: Pace) -> Sequence[LoaderCandidate]:
@@ -174,7 +174,7 @@ class Workers(SparingTechnique):
         return WorkerSource(_loader_of(job), settings if settings["num_workers"] else {"num_workers": 0})
 
     def is_so(self, job: Job, value: Any) -> bool:
-        """Return whether the loader already has these settings. Gathering from memory counts as 0 workers."""
+        """Return True if the loader already has these settings. Gathering from memory counts as 0 workers."""
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
         if isinstance(job.data.source, InMemoryLoader):
             return settings == {"num_workers": 0}

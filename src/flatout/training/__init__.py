@@ -1,1 +1,1 @@
-"""One training step and what surrounds it: loss, update, micro-batches, out-of-memory recovery, checkpoints."""
+"""Training steps, with loss, update, micro-batches, out-of-memory recovery and checkpoints."""

@@ -1,4 +1,7 @@
-"""Registry of what is attached to each tuned model, so that ``undo`` and ``report_of`` work without the ``Run``."""
+"""Registry of the techniques and the report of each tuned model.
+
+With the registry, ``undo`` and ``report_of`` work without the ``Run``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Attachment:
 
     Attributes:
         toggles: the techniques that are on, in the order in which they are turned on.
-        report: returns the report on the tuning; None if there is none yet.
+        report: returns the report on the tuning, or None if there is no report yet.
     """
 
     toggles: tuple[Toggle, ...]
@@ -36,7 +39,11 @@ def attach(model: nn.Module, attachment: Attachment) -> None:
 
 
 def detach(model: nn.Module) -> Attachment | None:
-    """Turn off and forget what is attached to a model. Return it, for ``attach``; None if nothing is attached."""
+    """Turn off the toggles of a model's attachment and remove it from the registry.
+
+    Returns:
+        The attachment, which ``attach`` accepts again. None if nothing is attached.
+    """
     attachment = _attached.pop(model, None)
     if attachment is not None:
         for toggle in reversed(attachment.toggles):
@@ -46,5 +53,5 @@ def detach(model: nn.Module) -> Attachment | None:
 
 
 def attached_to(model: nn.Module) -> Attachment | None:
-    """Return what is attached to a model; None if nothing is attached."""
+    """Return the attachment of a model, or None if nothing is attached."""
     return _attached.get(model)

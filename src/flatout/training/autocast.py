@@ -1,4 +1,4 @@
-"""Autocast as part of a model: a generated class whose forward computes in mixed precision."""
+"""Autocast as part of a model, by a generated class whose forward computes in mixed precision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _under_autocast(
 
 
 def call_as(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call another form of a model's forward, under the autocast that flatout gave to the model, if any."""
+    """Call another form of a model's forward, under the autocast that flatout added to the model, if any."""
     dtype = autocast_dtype(model)
     if dtype is None:
         return forward(*args, **kwargs)
@@ -48,5 +48,5 @@ def call_as(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype that flatout's autocast gives to the model; None without such an autocast."""
+    """Return the dtype of flatout's autocast in the model, or None without such an autocast."""
     return getattr(type(model), "flatout_autocast_dtype", None)

@@ -1,4 +1,4 @@
-"""Effects of a new number of samples per update: learning rates, warm-up, and lines for the report."""
+"""Effects of a new number of samples per update on learning rates and warm-up, and lines for the report."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ In a short training the warm-up takes at most ``WARMUP_SHARE`` of all updates.
 GENERALISES_BELOW = 1024
 """Samples per update at which the report starts to warn.
 
-Batches of thousands generalize worse in Keskar et al. (2017, arXiv:1609.04836). Goyal et al. trained with 8,192 at no
-loss, with the linear rule and the warm-up.
+In Keskar et al. (2017, arXiv:1609.04836), models that are trained with batches of thousands generalize worse. Goyal et
+al. trained with 8,192 samples without a loss of accuracy, with the linear rule and the warm-up.
 """
 
 
@@ -49,18 +49,23 @@ class BatchSizeChange:
 
     @property
     def warmup(self) -> int:
-        """Number of updates of the warm-up; 0 if learning rates do not grow."""
+        """Number of updates of the warm-up, or 0 if learning rates do not grow."""
         if self.factor <= 1:
             return 0
         return min(WARMUP_EPOCHS * self.updates[1], math.ceil(WARMUP_SHARE * self.training))
 
     def schedule(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> ScaledSchedule:
-        """Return the schedule for the new updates, made from the user's scheduler or from None."""
+        """Return the schedule for the new updates.
+
+        Args:
+            optimizer: the optimizer whose learning rates change.
+            scheduler: the user's scheduler, or None.
+        """
         per_update = Fraction(*self.updates)
         return ScaledSchedule(optimizer, scheduler, factor=self.factor, warmup=self.warmup, per_update=per_update)
 
     def told(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return lines for the report, one per change. Call this while the optimizer has its old learning rates."""
+        """Return lines for the report, one per change. Call this before the optimizer's learning rates change."""
         before, after = self.samples
         told = [f"an update has {after:,} samples instead of {before:,}"]
         rates = dict.fromkeys(float(group["lr"]) for group in optimizer.param_groups)

@@ -15,7 +15,7 @@ class Buffers:
 
     Args:
         slots: the buffers of each module, by name.
-        moved: True for each module that the whole batch has updated already; None: no module.
+        moved: True for each module whose buffers the whole batch has updated already. None means no module.
     """
 
     def __init__(self, slots: Sequence[dict[str, Tensor | None]], moved: Sequence[bool] | None) -> None:
@@ -65,7 +65,7 @@ class Buffers:
                 total = torch.where(total.isnan(), now, total)  # infinities, as in masks, have no difference
                 if slots[name] is saved.tensor:
                     now.copy_(total)
-                else:  # the new object may be part of anything
+                else:  # other code may use the new object, so it must not change
                     slots[name] = total
         for position in self._moved:
             self._write_back(position)
@@ -84,8 +84,8 @@ class Buffers:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module, by name, in the mapping that the module reads.
+    """Return the mapping from names to buffers that a module uses.
 
-    A ScriptModule returns a copy, because its buffers are never replaced.
+    For a ScriptModule, return a copy, because its buffers are never replaced.
     """
     return dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else module._buffers

@@ -1,4 +1,4 @@
-"""Guards of a captured step: the constants of its graph, and the checks that they still hold."""
+"""Constants of a captured step's graph, and checks that they have not changed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from flatout.core.step_hooks import has_users_pre_hooks
+from flatout.core.step_hooks import has_users_pre_hooks, is_patched
 from flatout.mfu.counted_calls import after_update, is_wrapped
-from flatout.optim.native_step import is_patched
 from flatout.training.stepper import Stepper
 
 
 class CaptureGuards:
-    """Constants of a graph: every address and every choice that the host made during the capture.
+    """Constants of a graph, which are every address and every choice that the host made during the capture.
 
     Attributes:
         trained: parameters that may get a gradient.
-        rates: the learning rates, in device memory. Schedules change no other number.
+        rates: the learning rates, in device memory, so that schedules can change them.
         hooked: True if hooks are registered, because a replay calls no hook.
     """
 
@@ -71,18 +70,18 @@ class CaptureGuards:
         self._facts = [(what, read, read(stepper)) for what, read in reads]
 
     def changed(self, stepper: Stepper) -> str:
-        """Return the first constant that has changed; empty if none has."""
+        """Return the name of the first constant that has changed, or an empty text if none has."""
         return next((what for what, read, then in self._facts if read(stepper) != then), "")
 
     def written(self) -> bool:
-        """Return whether a parameter with a master weight was written to.
+        """Return True if a parameter with a master weight was written to.
 
-        Only an eager step copies the write to the master.
+        Only an eager step copies such a write to the master weight.
         """
         return bool(self._masters) and list(map(_version, self._masters)) != self._versions
 
     def note_writes(self) -> None:
-        """Record the versions of all parameters whose masters are up to date."""
+        """Record the versions of all parameters with master weights, which are up to date now."""
         self._versions = list(map(_version, self._masters))
 
     def note_replay(self) -> None:
@@ -120,20 +119,20 @@ class CaptureGuards:
             or any(map(_tensor_hooks, self.trained))
             or any(map(_accumulated_hooks, self.trained))
             or is_patched(stepper.spec.optimizer)
-            or "_swapped" in vars(stepper.spec.optimizer)  # inside optimizer.ema.swap(), where steps are refused
+            or "_swapped" in vars(stepper.spec.optimizer)  # inside optimizer.ema.swap(), where steps are rejected
         )
 
 
 class LearningRates:
     """Learning rates in device memory, where a captured update reads them.
 
-    They are written in stream order, as launch arguments, and only after a change. So no pinned buffer has to outlive
-    its copy. A learning rate that is already on the device stays in its own tensor.
+    Learning rates are written in stream order, as launch arguments, and only after a change. So no pinned buffer must
+    stay alive until its copy completes. A learning rate that is already on the device stays in its own tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         groups = optimizer.param_groups
-        # float64, as in a Python number: the update computes the same with either.
+        # float64, like a Python number, so that the update computes the same as with a Python number.
         self._slots = list(torch.zeros(len(groups), dtype=torch.float64, device=device).unbind())
         self._written: list[float | None] = [None] * len(groups)
 
@@ -180,7 +179,7 @@ _GLOBAL_HOOKS = (
 
 
 def _numbers(stepper: Stepper) -> list[Any]:
-    """Return every option of every group. The learning rate is no constant: only its device counts."""
+    """Return every option of every group. A learning rate counts only if it is a tensor on the device."""
     assert stepper.spec.optimizer is not None
     return [
         (name, id(value)) if isinstance(value, Tensor) and (name != "lr" or _is_on_device(value)) else (name, value)
@@ -216,8 +215,9 @@ class _Unsuited(Exception):
 def sign(batch: Any, device: torch.device) -> tuple[Hashable, list[Tensor]] | None:
     """Return the constants of a batch, and its tensors in the order of ``map_tensors``.
 
-    None if the batch cannot be copied into a graph: it holds no tensors, tensors on other devices, tensor subclasses,
-    tensors with gradients, or objects of other types.
+    Returns:
+        The constants and the tensors. None if the batch cannot be copied into a graph. Such a batch holds no tensors,
+            tensors on other devices, tensor subclasses, tensors that require gradients, or objects of other types.
     """
     tensors: list[Tensor] = []
     try:

@@ -1,4 +1,4 @@
-"""Verdict on the device use of a job, with a sample of the GPU."""
+"""Verdict on a job's use of the device, with a sample of the GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ REMEDIES: Mapping[Bottleneck, tuple[str, ...]] = {
 
 
 def judged(job: Job, mfu: float | None, rows: Iterable[Row], **where: Any) -> Verdict:
-    """Return the verdict on a job that has just run with the given MFU, and what is left to try.
+    """Return the verdict on a job that has just run with the given MFU, with the untried techniques.
 
     Args:
         job: the running job.
-        mfu: 0..1; None if unknown.
-        rows: of its report.
+        mfu: model FLOPs utilization, 0..1, or None if unknown.
+        rows: rows of the job's report.
         where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
     """
     counts = job.work.counts
@@ -38,19 +38,19 @@ def judged(job: Job, mfu: float | None, rows: Iterable[Row], **where: Any) -> Ve
     gpu = _gpu(job)
     if gpu is not None:
         where |= {
-            "utilisation": None if gpu.util_percent is None else gpu.util_percent / 100,
+            "utilization": None if gpu.util_percent is None else gpu.util_percent / 100,
             "throttle": gpu.throttle or (),
         }
     return with_remedies(judge(mfu, peak, family, **where), rows)
 
 
 def with_remedies(verdict: Verdict, rows: Iterable[Row]) -> Verdict:
-    """Return a verdict with what the rows of a report leave to try against its limit."""
+    """Return a verdict with the techniques against its limit that a report's rows show as untried."""
     return replace(verdict, remedies=tuple(untried(rows, REMEDIES.get(verdict.bottleneck, ()))))
 
 
 def _gpu(job: Job) -> GpuSample | None:
-    """Return an NVML sample of the job's GPU; None if the job has no GPU or NVML does not identify it."""
+    """Return an NVML sample of the job's GPU, or None if the job has no GPU or NVML does not identify the GPU."""
     if job.spec.device.type != "cuda":
         return None
     nvml = Gpus(interval=1.0)

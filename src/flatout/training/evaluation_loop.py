@@ -1,4 +1,4 @@
-"""Evaluation: mean loss and metrics over a loader, without gradients, on one or several ranks."""
+"""Mean loss and metrics over a loader, without gradients, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Evaluation:
     """Mean loss and metrics of a job over loaders.
 
     On several ranks, each rank computes its slice of every batch of a plain ``DataLoader`` over a map-style dataset.
-    Every rank iterates any other loader as it is: its own samples, or all of them. The means are those over the
-    samples of all ranks.
+    Any other loader is iterated unchanged, and may yield different samples or the same samples on each rank. The
+    results are means over the samples of all ranks.
 
     Args:
         job: the training.
@@ -39,8 +39,8 @@ class Evaluation:
     def means(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return the mean loss and the mean of each metric over all samples of a loader.
 
-        All ranks must call this together. The model is in eval mode during the evaluation, and in its own modes
-        afterwards. A loss that only the user's own loop knows is left out.
+        All ranks must call this together. The model is in eval mode during the evaluation, and in its previous modes
+        after it. A loss that only the user's own loop computes is left out.
 
         Raises:
             ValueError: the loader yielded no batch, or ranks have different metrics.
@@ -73,7 +73,7 @@ class Evaluation:
         return own
 
     def _sums(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> tuple[int, dict[str, float]]:
-        """Return the number of samples of this rank, and the sums over these of loss and metrics."""
+        """Return the number of samples of this rank, and the sums of loss and metrics over these samples."""
         objective = self._job.objective
         names = [*(["loss"] if objective.has_loss else []), *metrics]
         totals = {name: torch.zeros(()) for name in names}
@@ -97,9 +97,9 @@ class Evaluation:
         return samples, {name: float(total) for name, total in totals.items()}
 
     def _loss_weight(self, batch: Any, share: BatchShare) -> float:
-        """Return the factor of this rank's loss, so that the sum over all ranks is that of the whole batch.
+        """Return the factor of this rank's loss, so that the sum over all ranks is the sum of the whole batch.
 
-        The factors are those of training: see ``Stepper.weigh``.
+        The relative weights of the ranks are the same as in training, see ``Stepper.weigh``.
         """
         micro, spec = self._job.stepper.micro_batches, self._job.spec
         if spec.loss_weight is not None:

@@ -1,4 +1,4 @@
-"""Export of a trained model: as a program for PyTorch, or as weights alone."""
+"""Export of a trained model, as a program for PyTorch or as weights alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ TARGETS = ("labels", "label", "targets", "target")
 
 
 def example_of(batch: Any) -> Any:
-    """Return two samples of a batch, copied to the CPU; all samples if the batch cannot be split."""
+    """Return two samples of a batch, copied to the CPU, or all samples if the batch cannot be split."""
     size = batch_size_of(batch) if tensors_of(batch) else 0
     parts = split(batch, [2, size - 2]) if size > 2 else None
     return map_tensors(lambda tensor: tensor.detach().cpu().clone(), batch if parts is None else parts[0])
 
 
 def inputs_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the model's arguments: a tensor, the first of a pair, or a mapping's entries without targets."""
+    """Return the model's positional and keyword arguments from a batch.
+
+    The arguments are a tensor, the first element of a sequence, or the entries of a mapping without targets.
+    """
     if isinstance(example, Mapping):
         return (), {key: value for key, value in example.items() if key not in TARGETS}
     if isinstance(example, Tensor):
@@ -42,14 +45,13 @@ def export(model: nn.Module, path: str | Path, example: Any, form: str) -> None:
     Args:
         model: the model, which is not changed.
         path: the file, by convention ``.pt2`` for "export" and ``.pt`` for "torchscript".
-        example: a batch like those of the training. If the model allows it, the exported program takes other batch
-            sizes.
-        form: ``"export"``, to load with ``torch.export.load(path).module()``; or ``"torchscript"``, to load with
-            ``torch.jit.load(path)`` or in C++ ``torch::jit::load``. TorchScript is scripted, or traced if scripting
-            fails.
+        example: a batch like the training's batches. If the model allows other batch sizes, so does the program.
+        form: ``"export"`` or ``"torchscript"``. ``torch.export.load(path).module()`` loads the first form.
+            ``torch.jit.load(path)``, or ``torch::jit::load`` in C++, loads the second form. TorchScript is scripted, or
+            traced if scripting fails.
 
     Raises:
-        ValueError: ``form`` is unknown, or the TorchScript form would compute something else than the model.
+        ValueError: ``form`` is unknown, or the trace for TorchScript depends on the values of the inputs.
         Exception: torch cannot export the model.
     """
     if form not in FORMATS:
@@ -74,7 +76,7 @@ def _scripted(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         warnings.simplefilter("always")
         try:
             return torch.jit.script(model)
-        except Exception:  # of many types; a trace may work where scripting fails
+        except Exception:  # scripting raises errors of many types, and a trace may still work
             caught.clear()
             traced = torch.jit.trace(model, args or None, example_kwarg_inputs=kwargs or None)
     for warning in caught:
@@ -99,5 +101,8 @@ def export_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return a copy on the CPU without flatout's changes. Copies have the model's own class and are not compiled."""
+    """Return a contiguous copy on the CPU without flatout's changes.
+
+    A copy has the model's own class and is not compiled.
+    """
     return copy.deepcopy(model).cpu().to(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Check of a job's first forward: the type of its loss, the tensors that it overwrites, and its random numbers."""
+"""Check of a job's first forward, for the type of its loss, writes to its batch, and random numbers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True
         job: a job before any technique is applied.
         state: the job's state, which also receives copies of the tensors that the forward writes to.
         batch: a batch on the device.
-        needs_loss: whether an unknown loss is an error. Otherwise, the user's own loop computes it.
+        needs_loss: True if an unknown loss is an error. Otherwise the user's own loop computes the loss.
 
     Returns:
-        False if the forward of a job with an optimizer ran out of memory; otherwise True.
+        False if the forward of a job with an optimizer ran out of memory, else True.
 
     Raises:
-        TypeError: the model does not take such batches, the loss is not a tensor, or an output in inference holds no
+        TypeError: the model does not accept such batches, the loss is not a tensor, or an output in inference holds no
             tensor.
         ValueError: the loss is unknown, is not a scalar, or does not depend on a trainable parameter.
     """
@@ -82,7 +82,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _is_same(original: Tensor, copy: Tensor) -> bool:
-    """Return whether ``copy``, a clone of ``original``, was not written to.
+    """Return True if ``copy``, a clone of ``original``, was not written to.
 
     Writes through ``.data`` do not change the version counter, so plain tensors are also compared by value.
     """

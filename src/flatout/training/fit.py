@@ -1,4 +1,4 @@
-"""Epochs of ``Run.fit``: saved in checkpoints, and resumed by the next process."""
+"""Epochs of ``Run.fit``, which are saved in checkpoints and resumed by the next process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fitted:
     Attributes:
         history: results of the complete epochs.
         steps: steps of the current epoch.
-        loss: sum of the losses of these steps, on the device; None before the first step.
+        loss: sum of the losses of these steps, on the device, or None before the first step.
         is_trained: True if the current epoch is trained, but not evaluated yet.
     """
 
@@ -38,7 +38,7 @@ class Fitted:
 
     @classmethod
     def from_dict(cls, data: Any) -> Fitted:
-        """Return an object from its fields as plain data.
+        """Return an object made from its fields as plain data.
 
         Raises:
             ValueError: a field has another type.
@@ -56,7 +56,7 @@ class Fitted:
 
 
 class Trainable(Protocol):
-    """Training that ``fit`` runs: ``flatout.Run``."""
+    """Training that ``fit`` runs, such as ``flatout.Run``."""
 
     fitted: Fitted
     loader: Iterable[Any]
@@ -79,7 +79,7 @@ class Trainable(Protocol):
 
     @property
     def why_not_in_mid_epoch(self) -> str:
-        """Reason why an epoch cannot be resumed in its middle; empty if it can."""
+        """Reason why an epoch cannot be resumed in its middle. Empty if it can be."""
 
 
 class Keeper:
@@ -88,9 +88,9 @@ class Keeper:
     Args:
         run: the training, which runs inside the block.
         stepper: runs the steps of ``run``.
-        folder: the folder of this training alone; None on ranks that write no checkpoint.
-        every: steps between checkpoints; None: one checkpoint after each epoch.
-        asynchronous: write while training continues.
+        folder: folder that only this training uses, or None on ranks that write no checkpoint.
+        every: steps between checkpoints, or None for one checkpoint after each epoch.
+        asynchronous: True to write while training continues.
 
     Raises:
         RuntimeError: several processes train, but not together.
@@ -133,14 +133,14 @@ class Keeper:
         self._saved = self._place
         if before not in (0, self._run.steps):
             warnings.warn(
-                f"this run had come to step {before}: it goes on from the checkpoint of step {self._run.steps}",
+                f"this run was at step {before}. It resumes from the checkpoint of step {self._run.steps}",
                 stacklevel=5,
             )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: Any) -> None:
         try:
-            # A signal may also reach the loader's workers. A failed worker ends no step: the step before its batch is
-            # complete, and so is an epoch that is being evaluated.
+            # A signal may also reach the loader's workers. When a worker fails, the step before its batch is complete.
+            # During an evaluation the trained epoch is complete, too.
             is_evaluated = self._run.fitted.is_trained and isinstance(error, Exception)
             may_save = is_evaluated or isinstance(error, WorkerError)
             if error is None or (self._ranks.size == 1 and self._termination.asked and may_save):
@@ -151,7 +151,7 @@ class Keeper:
             self._termination.__exit__(kind, error, at)
 
     def step_done(self) -> None:
-        """Save if a checkpoint is due after this step. A signal to one rank is from now on one to all."""
+        """Save if a checkpoint is due after this step. From now on, a signal to one rank counts on all ranks."""
         numbers = [int(row[0]) for row in self._stepper.notes if row]
         if any(numbers):
             self._has_to_end = True
@@ -166,7 +166,7 @@ class Keeper:
 
     @property
     def has_to_end(self) -> bool:
-        """True after a signal to terminate, which all ranks know since the last step."""
+        """True after a signal to terminate. On several ranks, all ranks agree on this since the last step."""
         return self._termination.asked if self._ranks.size == 1 else self._has_to_end
 
     @property

@@ -1,4 +1,4 @@
-"""Shorter garbage collections within an epoch: long-lived objects are visited once."""
+"""Shorter garbage collections within an epoch, in which long-lived objects are not visited again."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 import time
 
 WORTH_SECONDS = 0.01
-"""Full collections that take less time are left alone."""
+"""Shortest duration of a full collection that causes a freeze, in seconds."""
 
 
 class LongLived:
     """Context manager that hides long-lived objects from Python's garbage collector after a long full collection.
 
-    A full collection visits every object of the process. With torch and a tokenizer loaded it takes half a second, in
+    A full collection visits every object of the process. With torch and a tokenizer loaded, it takes half a second, in
     which the host queues no GPU work. Right after a full collection every remaining object is in use. ``between_steps``
-    then excludes these objects with ``gc.freeze``, which takes no time and keeps no garbage. Later collections run as
-    before and visit newer objects. The end of the block reverts the exclusion.
+    then excludes these objects with ``gc.freeze``, which takes no time and keeps no garbage. Later collections visit
+    only newer objects. The end of the block reverts the exclusion.
 
-    Does nothing if other code has already frozen objects. Objects that other code freezes later stay frozen.
+    If other code has already frozen objects, nothing is frozen. Objects that other code freezes later stay frozen.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Recorders of device work for replay: CUDA graphs."""
+"""Recorders of device work for replay, such as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Recorder(Protocol):
         """Run the work on the recording stream, in order with work that is queued before and after it."""
 
     def strictly(self, work: Callable[[], Result]) -> Result:
-        """Run ``aside``, and raise if a recording of the work would fail or compute something else."""
+        """Run ``aside``, and raise an error if a recording of the work would fail or compute something else."""
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Record the work without running it.
 
         Returns:
-            A function that replays the work, and the work's result: tensors that each replay overwrites.
+            A function that replays the work, and the work's result, whose tensors each replay overwrites.
         """
 
     def wait(self) -> None:
@@ -68,8 +68,8 @@ class CudaRecorder:
     def strictly(self, work: Callable[[], Result]) -> Result:
         """Reject work that waits for the device, and work that draws random numbers on the host.
 
-        torch does not clean up after a failed capture: its memory stays reserved (pytorch #190308). So known causes of
-        failure are detected without a capture.
+        torch does not clean up after a failed capture, so its memory stays reserved (pytorch #190308). Therefore known
+        causes of failure are detected without a capture.
         """
         generators = RandomState.capture()
         mode = torch.cuda.get_sync_debug_mode()
@@ -100,8 +100,8 @@ class CudaRecorder:
         graph, side = torch.cuda.CUDAGraph(), self._stream()
         collecting = gc.isenabled()
         gc.disable()  # a finalizer that frees pinned memory, for example, would break the capture
-        # A graph gets its own workspaces, in its own memory. torch caches workspaces per stream, and would share a
-        # graph's with other work.
+        # A graph gets its own workspaces, in its own memory. torch caches workspaces per stream, and would share the
+        # workspaces of a graph with other work.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             # "thread_local" allows CUDA calls of a loader's threads. The outer stream context restores the stream if
@@ -131,12 +131,12 @@ class CudaRecorder:
     def _mend(self) -> None:
         """Clean up after a failed capture.
 
-        Without this, torch's allocator still routes allocations to the capture. Its random generator raises "Offset
+        Otherwise torch's allocator still routes allocations to the capture. torch's random generator raises "Offset
         increment outside graph capture" until another capture succeeds.
         """
         index = self._stream().device.index
         with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)  # raises if torch has ended it already
+            torch._C._cuda_endAllocateToPool(index, self._pool)  # raises if torch has ended the allocation already
             torch._C._cuda_releasePool(index, self._pool)
         with contextlib.suppress(RuntimeError):
             nothing = torch.zeros((), device=self._device)
@@ -147,12 +147,12 @@ class CudaRecorder:
                 nothing.add_(1)
 
     def wait(self) -> None:
-        """Wait for replays. Graphs that share their memory must be captured before they are freed."""
+        """Wait for replays, and give later graphs a new memory pool."""
         torch.cuda.synchronize(self._device)
-        self._pool = None  # a pool that no graph uses cannot be used again
+        self._pool = None  # a pool whose graphs are all freed cannot be used again
 
     def give_back(self) -> None:
-        """Return the graphs' memory to the device, because the allocator would keep it for graphs."""
+        """Return the graphs' memory to the device. The allocator would otherwise keep it for graphs."""
         torch.cuda.empty_cache()
 
     def _stream(self) -> torch.cuda.Stream:

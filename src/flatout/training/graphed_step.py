@@ -1,4 +1,4 @@
-"""``GraphedStep``: chooses for each batch between an eager step, a capture and a replay."""
+"""``GraphedStep``, which chooses for each batch between an eager step, a capture and a replay."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ The first two load libraries, search for algorithms and compile code, which a ca
 """
 
 MOST_GRAPHS = 4
-"""Limit of captured signatures: each graph has its own gradients and inputs."""
+"""Limit of captured signatures, because each graph has its own gradients and inputs."""
 
 MOST_SIGNATURES = 256
-"""Limit of signatures whose eager steps are counted. Unpadded text has more signatures than ever repeat."""
+"""Limit of signatures whose eager steps are counted. Unpadded text has many signatures that do not repeat."""
 
 PAYS_AFTER = 50
-"""Replays that pay for a capture."""
+"""Number of replays that make up for the time of a capture."""
 
 MOST_CHANGES = 8
-"""Limit of changes of an optimizer's constants before their captures had paid. At this limit captures end."""
+"""Limit of successive changes of an optimizer's numbers, each before ``PAYS_AFTER`` replays. Then captures end."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class _Graph:
         replay: repeats the step.
         inputs: tensors from which the step reads its batch.
         loss: tensor to which the step writes the loss.
-        grads: the gradients, in the order of ``CaptureGuards.trained``. They are kept even if ``p.grad`` is another
-            tensor or None, because replays write to them.
-        skipped: tensor that tells whether the loss scaler skipped the update.
+        grads: the gradients, in the order of ``CaptureGuards.trained``. The graph keeps these tensors even if
+            ``p.grad`` is another tensor or None, because replays write to them.
+        skipped: tensor that is true if the loss scaler skipped the update. None without a loss scaler.
     """
 
     replay: Callable[[], None]
@@ -61,15 +61,15 @@ class _Graph:
 
 
 class GraphedStep:
-    """Runner of training steps: replays signatures of batches that are captured, runs other steps eagerly.
+    """Runner of training steps that replays captured signatures of batches, and runs other steps eagerly.
 
     A signature is everything about a batch except the numbers in its tensors. ``WARM_UP`` eager steps of a signature
-    precede its capture. A capture runs nothing, so the replay of the same batch follows at once. While ``learning``,
-    one call does all of this, and errors reach the caller. Later, an error ends all captures and replays.
+    precede its capture. A capture computes nothing, so the replay of the same batch follows immediately. While
+    ``learning``, one call does all of this, and errors reach the caller. Later, an error ends all captures and replays.
 
-    The constants of a graph are compared before every replay. This takes 10 us for a few layers and 0.1 ms for 600
-    tensors of parameters and state, while the device runs the previous replay. A change drops all graphs. The next step
-    is eager and records the new constants.
+    The constants of a graph are compared before every replay, while the device runs the previous replay. The comparison
+    takes 10 us for a few layers, and 0.1 ms for 600 tensors of parameters and state. A change drops all graphs. The
+    next step is eager and records the new constants.
 
     ``p.grad`` holds the gradients of the latest step, eager or replayed. Eager steps start with gradients of None, so
     they overwrite no graph's gradients. A replay sets the gradients of its graph.
@@ -81,7 +81,7 @@ class GraphedStep:
 
     Attributes:
         learning: True to capture every signature at its first batch.
-        failure: reason why all later steps are eager; empty without a failure.
+        failure: reason why all later steps are eager. Empty without a failure.
         replays: number of replayed steps.
     """
 
@@ -97,7 +97,7 @@ class GraphedStep:
         self._changes = 0
 
     def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
-        """Run one step by replay, capture or eagerly. Arguments and result are those of ``Stepper.step``."""
+        """Run one step by replay, capture or eagerly. Arguments and result are as for ``Stepper.step``."""
         signed = None if self.failure or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
             return stepper.eager_step([Part(batch)], phase)
@@ -114,7 +114,7 @@ class GraphedStep:
         )
 
     def release(self) -> None:
-        """Free the memory of all graphs. Gradients in this memory are copied out."""
+        """Free the memory of all graphs. Gradients in this memory are copied first."""
         if not self._graphs:
             return
         if self._constants is not None:
@@ -144,7 +144,7 @@ class GraphedStep:
         self._constants = None
 
     def _is_ready(self, key: Hashable) -> bool:
-        """Return whether a signature may be captured: it is warm, and an eager step has recorded the constants."""
+        """Return True if a signature is warm, and an eager step has recorded constants that allow a capture."""
         return (
             not self.failure
             and self._seen[key] >= WARM_UP
@@ -169,9 +169,9 @@ class GraphedStep:
         self._constants.note_writes()
 
     def _learn(self, stepper: Stepper, key: Hashable, batch: Any, tensors: list[Tensor], phase: PhaseOf) -> Tensor:
-        """Warm up and capture at once.
+        """Warm up and capture in one call.
 
-        This takes several steps, so only trials call it, which restore the training state.
+        The call runs several steps, so only trials may use it. Trials restore the training state.
 
         Raises:
             Unsuitable: the step cannot be replayed.
@@ -193,7 +193,7 @@ class GraphedStep:
             if self.learning:
                 raise
             reason = formatting.first_line(error)
-        loss = self._eager(stepper, key, batch, phase)  # an error of the step itself is raised here again
+        loss = self._eager(stepper, key, batch, phase)  # raises an error of the step itself again
         self._give_up(reason)
         return loss
 
@@ -216,7 +216,7 @@ class GraphedStep:
         state = {p: (entry, dict(entry)) for p, entry in optimizer.state.items()}
         try:
             replay, (loss, grads, skipped) = self._recorder.record(work)
-            if constants.changed(stepper):  # the step created optimizer state, which each replay would create again
+            if constants.changed(stepper):  # the step has created optimizer state, and each replay would repeat this
                 raise Unsuitable(f"{constants.changed(stepper)} within a step")
         except BaseException:
             stepper.abandon()
@@ -257,7 +257,7 @@ class GraphedStep:
 
 
 def _is_under_a_mode(device: torch.device) -> bool:
-    """Return whether a mode forbids replays: no gradients, or the user's own autocast.
+    """Return True if gradients are disabled, or the user's own autocast is on. Both forbid replays.
 
     The user's autocast may have cast weights before a capture.
     """

@@ -1,4 +1,4 @@
-"""A training and its parts, each with one owner: specification, objective, stepper and data."""
+"""Training job, with its specification, objective, stepper and data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class JobData:
 
     Attributes:
         loader: the user's loader, or a copy with another batch size.
-        source: the iterable that training iterates: ``loader``, or a faster one with the same batches.
-        expected_steps: number of batches of ``loader`` that the training will take.
-        batches: batches for trials, on the device; empty after the trials.
+        source: the iterable of the training, which is ``loader``, or a faster loader of the same batches.
+        expected_steps: expected number of batches of ``loader`` in the whole training.
+        batches: batches for trials, on the device. Empty after the trials.
     """
 
     loader: Iterable[Any]
@@ -41,10 +41,12 @@ class JobData:
 
     @cached_property
     def randomness(self) -> Randomness | None:
-        """Evidence that samples depend on the process that makes them; None without, or if each sample has a seed.
+        """Evidence that samples depend on the process that makes them, or None without such evidence.
+
+        The value is None, too, if each sample has its own seed.
 
         Raises:
-            Exception: of the dataset, which may load samples in worker processes only.
+            Exception: an error of the dataset, which may be able to load samples in worker processes only.
         """
         base = base_of(self.loader)
         return None if base is None or is_seeded(base) else randomness_of(base)
@@ -52,14 +54,14 @@ class JobData:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Training job: techniques change its parts, trials and ``Run`` step it.
+    """Training job. Techniques change its parts. Trials and ``Run`` take its steps.
 
     Attributes:
-        spec: the user's arguments; never changes.
+        spec: the user's arguments, which never change.
         data: loader and batches.
         objective: forward and loss.
         stepper: gradients and updates.
-        work: ``work(batch)``: samples, tokens and FLOPs of a batch.
+        work: function of a batch that returns its samples, tokens and FLOPs.
         failed: names of techniques whose candidates all failed.
     """
 
@@ -72,9 +74,9 @@ class Job:
 
     @property
     def why_no_step(self) -> str:
-        """Reason why no technique can change a whole training step; empty if ``run.step`` makes the steps.
+        """Reason why no technique can change a whole training step. Empty if ``run.step`` runs the steps.
 
-        Whether the loss is known is only certain after the first step.
+        A missing loss is only known after the first step.
         """
         if self.spec.is_recorded:
             return "the script makes its own steps"

@@ -1,4 +1,7 @@
-"""State of a training for checkpoints: model, loss, optimizer, loss scaler, and gradients that wait for an update."""
+"""State of a training for checkpoints.
+
+The state has model, loss, optimizer, loss scaler, and gradients that wait for an update.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from flatout.training.stepper import Stepper
 
 
 def state_dict(stepper: Stepper) -> dict[str, Any]:
-    """Return the state of modules, optimizer and loss scaler, and of pending batches. Tensors are the live ones."""
+    """Return the state of modules, optimizer and loss scaler, and of pending batches. Tensors are not copied."""
     spec, scaler = stepper.spec, stepper.scaler
     return {
         "modules": [module.state_dict() for module in spec.modules],
@@ -30,7 +33,7 @@ def load_state_dict(stepper: Stepper, state: dict[str, Any]) -> None:
     """Load a state from ``state_dict``. The training may keep its tensors without a copy.
 
     Raises:
-        Exception: of many types: the state does not fit. A part of it may be loaded.
+        Exception: the state does not fit. The error may be of any type, and a part of the state may be loaded.
     """
     spec = stepper.spec
     elsewhere, parameters = _parameters_elsewhere(spec), _parameters(spec)

@@ -1,4 +1,4 @@
-"""Learning rates for another number of samples per update: scaled, warmed up, and on the user's schedule."""
+"""Learning rates for another number of samples per update, with scaling, warm-up and the user's schedule."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def rule_for(optimizer: torch.optim.Optimizer) -> str:
     """Return the rule of ``lr_rule="auto"``.
 
     The rule is linear for SGD and ASGD (Goyal et al., 2017, arXiv:1706.02677), for subclasses, and for optimizers that
-    wrap one. All others get ``"sqrt"``, because they normalize the gradient: Adam and RMSprop (Malladi et al., 2022,
-    arXiv:2205.10287), Adagrad, Adafactor and Lion (Li et al., 2024, arXiv:2405.14578, below the batch size at which the
-    best rate falls again). For an unknown optimizer, sqrt is the smaller change.
+    wrap one of them. All others get ``"sqrt"``. Optimizers that normalize the gradient need it, such as Adam and
+    RMSprop (Malladi et al., 2022, arXiv:2205.10287). Adagrad, Adafactor and Lion need it below the batch size at which
+    the best rate falls again (Li et al., 2024, arXiv:2405.14578). For an unknown optimizer, sqrt is the smaller change.
     """
     found = [optimizer]
     for each in found:
@@ -39,14 +39,14 @@ def lr_factor(rule: str, before: int, after: int) -> float:
     """Return the factor of the learning rates for another number of samples per update.
 
     Args:
-        rule: ``"linear"``: after / before (Goyal et al., 2017, arXiv:1706.02677). ``"sqrt"``: the square root of that
-            (Krizhevsky, 2014, arXiv:1404.5997; for adaptive optimizers Malladi et al., 2022, arXiv:2205.10287, who also
-            change betas and eps). ``"none"``: 1.
+        rule: ``"linear"`` gives after / before (Goyal et al., 2017, arXiv:1706.02677). ``"sqrt"`` gives the square root
+            of after / before (Krizhevsky, 2014, arXiv:1404.5997). For adaptive optimizers its source is Malladi et al.
+            (2022, arXiv:2205.10287), who also change betas and eps. ``"none"`` gives 1.
         before: samples per update that the learning rates were chosen for.
         after: samples per update now.
 
     Raises:
-        ValueError: another rule, or less than one sample.
+        ValueError: ``rule`` is unknown, or a number of samples is less than 1.
     """
     for name, samples in (("before", before), ("after", after)):
         if samples < 1:
@@ -61,28 +61,29 @@ def lr_factor(rule: str, before: int, after: int) -> float:
 
 
 class ScaledSchedule(Toggle):
-    """The user's learning rates times a factor, on a schedule that counts the user's own updates.
+    """Schedule of the user's learning rates times a factor, in the pace of the user's own updates.
 
-    After update u each group has ``raw * w(u)``. ``raw`` is the user's schedule for the group after
-    ``floor(u * per_update)`` steps. So at each epoch's end it is exactly as far as in the user's own loop, and never
-    further. ``w`` is ``factor``. A factor above 1 is reached from 1 in equal steps (Goyal et al., 2017,
-    arXiv:1706.02677, section 2.2, "gradual warmup"): ``w(u) = 1 + (factor - 1) * min(1, u / warmup)``. The schedule
-    does not wait for the warm-up.
+    After update u each group has the learning rate ``raw * w(u)``. ``raw`` is the user's schedule for the group after
+    ``floor(u * per_update)`` steps. So at each epoch's end the schedule has exactly as many steps as in the user's own
+    loop, and never more. A factor up to 1 applies at once, so ``w`` is ``factor``. A larger factor is reached in equal
+    steps, with ``w(u) = 1 + (factor - 1) * min(1, u / warmup)``. The source is "gradual warmup" in section 2.2 of Goyal
+    et al. (2017, arXiv:1706.02677). The schedule continues during the warm-up.
 
     ``raw`` is stored, so rounding errors do not add up. Other code may change a group's learning rate, as users and
-    ``ReduceLROnPlateau`` do. The new value counts as scaled: ``raw`` becomes that value / w. A group that was added
-    later starts with its own rate as ``raw``. Learning rates that are tensors stay the same tensors, without waiting
-    for their device. Momentum and betas are not scaled.
+    ``ReduceLROnPlateau`` do. The new value counts as scaled, so ``raw`` becomes the new value / w. A group that was
+    added later starts with its own rate as ``raw``. Learning rates that are tensors stay the same tensors, and the host
+    does not wait for their device. Momentum and betas are not scaled.
 
     While the schedule is off, ``step`` is one step of the user's scheduler.
 
     Args:
         optimizer: the optimizer whose learning rates are scaled.
-        scheduler: the user's scheduler, stepped only here; None: learning rates are constant after the warm-up.
-        factor: factor of the learning rates, > 0; see ``lr_factor``.
-        warmup: number of updates to reach the factor; 0: ``factor`` at once.
-        per_update: scheduler steps of the user's own loop per update taken now, > 0: updates per epoch before / updates
-            per epoch now.
+        scheduler: the user's scheduler, which only this object may step. With None, learning rates are constant after
+            the warm-up.
+        factor: factor of the learning rates, > 0, as ``lr_factor`` returns it.
+        warmup: number of updates until the factor is reached. 0 applies ``factor`` at once.
+        per_update: scheduler steps per update, > 0. The value is updates per epoch in the user's own loop / updates per
+            epoch now.
 
     Raises:
         ValueError: ``factor``, ``warmup`` or ``per_update`` is out of its range.
@@ -105,8 +106,8 @@ class ScaledSchedule(Toggle):
         self._factor = factor
         self._warmup = warmup
         self._per_update = per_update
-        self._updates = 0  # while it was on
-        self._raw: list[float | Tensor] = []  # of each group; empty while it is off
+        self._updates = 0  # while the schedule was on
+        self._raw: list[float | Tensor] = []  # of each group, or empty while the schedule is off
         self._written: list[float | Tensor] = []  # last values in the groups
 
     def step(self) -> None:
@@ -132,11 +133,14 @@ class ScaledSchedule(Toggle):
             self._write()
 
     def get_last_lr(self) -> list[float]:
-        """Return the groups' learning rates for the next update. Waits for the device if they are tensors on one."""
+        """Return the groups' learning rates for the next update. Tensors on a GPU make the host wait for the GPU."""
         return [float(rate) for rate in self._rates()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside the optimizer's: numbers, lists of numbers, and the scheduler's state."""
+        """Return the state of the schedule, with numbers, lists of numbers, and the scheduler's state.
+
+        The optimizer's state is not included.
+        """
         if self._is_on:
             self._look()
         return {
@@ -151,10 +155,12 @@ class ScaledSchedule(Toggle):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``, before or after the optimizer's state is loaded. The schedule is on if it was on then.
+        """Resume from ``state``, before or after the optimizer's state is loaded.
+
+        The schedule is on if it was on when the state was saved.
 
         Raises:
-            ValueError: the state is of another schedule. Nothing has changed.
+            ValueError: the state belongs to another schedule. Nothing has changed.
         """
         saved = (
             ("factor", state["factor"], self._factor),
@@ -189,13 +195,13 @@ class ScaledSchedule(Toggle):
         self._raw = []
 
     def _weight(self) -> float:
-        """Return ``w`` for the updates taken so far."""
+        """Return ``w`` after the updates so far."""
         if self._factor <= 1 or self._updates >= self._warmup:
             return self._factor
         return 1 + (self._factor - 1) * (self._updates / self._warmup)
 
     def _look(self) -> None:
-        """Note changes by other code since the last write. Idempotent."""
+        """Read changes by other code since the last write. A second call changes nothing."""
         found, known, weight = self._rates(), len(self._raw), self._weight()
         self._raw = [
             _unscaled(rate, self._raw[i], self._written[i], weight) if i < known else rate
@@ -225,8 +231,8 @@ class ScaledSchedule(Toggle):
 
 
 def _unscaled(found: float | Tensor, raw: float | Tensor, written: float | Tensor, weight: float) -> float | Tensor:
-    """Return ``raw`` if a rate is the one that was written, else the rate that was found / ``weight``."""
+    """Return ``raw`` if ``found`` equals ``written``, else ``found / weight``."""
     if isinstance(found, Tensor) and isinstance(written, Tensor):
-        return torch.where(found == written, raw, found / weight)  # nothing waits for the device
+        return torch.where(found == written, raw, found / weight)  # the host does not wait for the device
     is_unchanged = not isinstance(found, Tensor) and not isinstance(written, Tensor) and found == written
     return raw if is_unchanged else found / weight

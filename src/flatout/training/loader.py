@@ -1,4 +1,4 @@
-"""``run.loader``: yields the user's batches on the device, prefetched."""
+"""``run.loader``, which yields the user's batches on the device, prefetched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        """Return the prefetcher over the job's current source, which ``undo`` replaces by the user's loader."""
+        """Prefetcher over the job's current source. ``undo`` replaces the source by the user's loader."""
         if self._source is not self._job.data.source:
             self._source = self._job.data.source
             self._made = Prefetcher(self._source, self._job.spec.device, copying=self._counter.copying)
@@ -50,19 +50,20 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def original(self) -> Iterable[Any]:
-        """The user's loader, or a ``ReplayBuffer`` that first yields the batches that trials took from it."""
+        """The user's loader, or a ``ReplayBuffer`` that first yields the batches that trials took from the loader."""
         source, loader = self._job.data.source, self._job.data.loader
         return source if isinstance(source, ReplayBuffer) else original_of(loader)
 
     @property
     def share(self) -> BatchShare | None:
-        """Share of this rank in the batch that was yielded last; None if the loader is not sliced."""
+        """Share of this rank in the batch that was yielded last, or None if the loader is not sliced."""
         return self._prefetcher.share
 
     def __iter__(self) -> Iterator[Any]:
         begun = time.perf_counter()
         self._sampler_epoch.begin()
-        batches = iter(self._prefetcher)  # not at the first batch: `iter(DataLoader)` draws random numbers at once
+        # Made here, not at the first batch, because `iter(DataLoader)` draws random numbers.
+        batches = iter(self._prefetcher)
         return self._epoch(batches, time.perf_counter() - begun)
 
     def _epoch(self, opened: Iterator[Any], seconds: float) -> Iterator[Any]:
@@ -73,7 +74,7 @@ class TrainingLoader(CopiedAsWrapped):
             seconds: time that opening the epoch took.
         """
         if not self._goes_on:
-            self._end_of_epoch()  # ends an epoch that a break left early
+            self._end_of_epoch()  # the loop may have left the previous epoch by a break
         is_empty, self._goes_on = not self._goes_on, False  # a resumed epoch may have no batches left
         batches = self._clocked(self._counter.batches(opened))
         with LongLived() as objects:
@@ -92,7 +93,7 @@ class TrainingLoader(CopiedAsWrapped):
         self._end_of_epoch()
 
     def _clocked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return batches. In a data-parallel training, all ranks learn how long each rank waits for its batches."""
+        """Return the batches. In a data-parallel training, the time that this rank waits for batches is measured."""
         sync = self._job.stepper.sync
         return batches if sync is None else sync.clock.loading(batches)
 
@@ -123,7 +124,7 @@ class TrainingLoader(CopiedAsWrapped):
 
     @property
     def _made_from_it(self) -> list[Any]:
-        """Loaders made from the user's loader, the one that yields the batches first."""
+        """Loaders made from the user's loader. The first is the loader that yields the batches."""
         loader = self._job.data.loader
         loaders = [self._job.data.source, loader, unsliced(loader), self._wrapped]
         made = [each for each in loaders if isinstance(each, (DataLoader, InMemoryLoader))]

@@ -1,4 +1,4 @@
-"""Values logged without waiting for the device: the implementation of ``Run.log``."""
+"""Implementation of ``Run.log``, which logs values without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 KEEP = 10_000
-"""Number of values that ``Logs`` remembers. Listeners get all values."""
+"""Default number of values that ``Logs`` stores. Listeners get all values."""
 
 _BLOCK = 64  # slots per allocation, because allocating pinned memory may wait for the device
 
@@ -21,9 +21,9 @@ class Logged(NamedTuple):
     """Logged value.
 
     Attributes:
-        step: the step that logged it.
-        name: its name.
-        value: a Python number, exactly the tensor's element.
+        step: the step of the value.
+        name: the name of the value.
+        value: a Python number that equals the tensor's element exactly.
     """
 
     step: int
@@ -32,7 +32,7 @@ class Logged(NamedTuple):
 
 
 Listener = Callable[[int, str, Any], object]
-"""Called as ``(step, name, value)`` for every value when it arrives."""
+"""Function that is called as ``(step, name, value)`` when a value arrives."""
 
 
 class _Slot:
@@ -57,7 +57,7 @@ class _Slot:
 
 
 class _Sent(NamedTuple):
-    """Value on its way to the host. Its slot returns to the pool; None for a value that is already there."""
+    """Value on its way to the host. Its slot returns to the pool. A value that is already there has no slot."""
 
     step: int
     name: str
@@ -67,21 +67,21 @@ class _Sent(NamedTuple):
 
 
 class Logs:
-    """Numbers that training logs. Logging never waits.
+    """Numbers that training logs. Logging does not wait for the device.
 
     Values on a GPU are copied to pinned memory in stream order, and read by a later call.
 
-    Values arrive in the order of ``log``. Listeners run in the thread that logs or flushes, so they never run beside
-    the training. A slow listener slows the training down. Iterating waits for values on their way, then yields the last
-    ``keep`` values. All methods are thread-safe. CUDA bounds the number of values on their way: its queue holds about a
-    thousand operations, and then every call waits.
+    Values arrive in the order of ``log``. Listeners run in the thread that logs or flushes, so a slow listener slows
+    the training down. Iterating waits for values on their way, and then yields the last ``keep`` values. All methods
+    are thread-safe. CUDA limits the number of values on their way. Its queue holds about a thousand operations, and
+    every call waits while the queue is full.
 
     Args:
-        keep: number of values to remember.
+        keep: number of values to store.
     """
 
     def __init__(self, keep: int = KEEP) -> None:
-        self._lock = threading.Lock()  # held briefly: never during a wait or a listener
+        self._lock = threading.Lock()  # never held during a wait or a listener
         self._on_their_way: deque[_Sent] = deque()
         self._arrived: deque[Logged] = deque(maxlen=keep)
         self._pools: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
@@ -135,13 +135,13 @@ class Logs:
         return bool(self._on_their_way)
 
     def latest(self, name: str) -> Any:
-        """Return the latest value of a name that has arrived, without waiting; None if there is none."""
+        """Return the latest value of a name that has arrived, without waiting, or None if there is no such value."""
         self._deliver(wait=False)
         with self._lock:
             return next((each.value for each in reversed(self._arrived) if each.name == name), None)
 
     def __iter__(self) -> Iterator[Logged]:
-        """Wait until all logged values have arrived, and iterate over the last ones."""
+        """Wait until all logged values have arrived, and iterate over the last ``keep`` values."""
         self.flush()
         with self._lock:
             return iter(tuple(self._arrived))
@@ -164,7 +164,7 @@ class Logs:
 
     def _deliver(self, *, wait: bool) -> None:
         this_thread = threading.get_ident()
-        if self._deliverer == this_thread:  # a listener logs: the delivery that called it also delivers this value
+        if self._deliverer == this_thread:  # a listener logs, and the delivery that called it delivers this value, too
             return
         if not self._delivery.acquire(blocking=wait):
             return

@@ -1,4 +1,4 @@
-"""Line of code in errors about batches: a ``compute_loss`` that fits the batch."""
+"""Line of code for errors about batches, with a ``compute_loss`` that fits the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compute_loss_line(model: nn.Module, batch: Any, *, has_loss_fn: bool) -> str
     Args:
         model: the model, whose ``forward`` signature names the inputs.
         batch: a batch that does not fit ``loss_fn(model(x), y)`` or ``model(**batch).loss``.
-        has_loss_fn: whether the user gave a ``loss_fn``, so that the model does not compute the loss.
+        has_loss_fn: True if the user passed a ``loss_fn``, so that the model does not compute the loss.
     """
     if isinstance(batch, Mapping):
         line = _of_names(model, {key: f"batch[{key!r}]" for key in batch}, has_loss_fn)
@@ -37,7 +37,10 @@ def compute_loss_line(model: nn.Module, batch: Any, *, has_loss_fn: bool) -> str
 
 
 def why_not_taken(model: nn.Module, batch: Any) -> str:
-    """Return why ``forward`` cannot take such a batch; empty if it can, or if its signature is not readable."""
+    """Return the reason why ``forward`` cannot take such a batch.
+
+    The reason is empty if ``forward`` can take the batch, or if its signature is not readable.
+    """
     signature = _signature(model)
     if signature is None:
         return ""

@@ -19,7 +19,7 @@ from flatout.training.spec import Spec
 def part_sizes(samples: int, most: int) -> list[int]:
     """Return the sizes of the fewest parts of at most ``most`` samples, as even as possible.
 
-    If the batch size is a multiple of 8, so are the sizes.
+    If the batch size is a multiple of 8 and ``most`` is at least 8, the sizes are multiples of 8.
 
     Args:
         samples: samples of the batch, >= 1.
@@ -32,12 +32,12 @@ def part_sizes(samples: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a batch, or all of it.
+    """Part of a batch, or a whole batch.
 
     Attributes:
         batch: the samples.
-        samples: number of samples; 0 for a whole batch, whose samples need not be counted.
-        share: factor of the loss, so that the losses of all parts add up to that of the batch.
+        samples: number of samples, or 0 for a whole batch, whose samples need not be counted.
+        share: factor of the loss, so that the losses of all parts add up to the loss of the batch.
     """
 
     batch: Any
@@ -48,13 +48,13 @@ class Part:
 class MicroBatches:
     """Split of a job's batches into parts.
 
-    The loss of each part is multiplied by its share. The gradients equal those of the whole batch, up to rounding,
-    under two conditions. The loss is the mean over samples, or ``Spec.loss_weight`` gives the weights. Samples do not
-    depend on each other, as they do in BatchNorm. Buffers are updated once, by the mean over the parts weighted by
-    samples.
+    The loss of each part is multiplied by its share. Up to rounding, the gradients equal the gradients of the whole
+    batch under two conditions. First, the loss is a mean or a known sum over samples, or ``Spec.loss_weight`` gives the
+    weights. Second, samples do not depend on each other, as they do in BatchNorm. Buffers are updated once, by the mean
+    over the parts weighted by samples.
 
     Attributes:
-        size: limit of samples per part; None: no limit.
+        size: limit of samples per part, or None for no limit.
     """
 
     def __init__(self, spec: Spec, objective: Objective) -> None:
@@ -69,7 +69,7 @@ class MicroBatches:
 
     @property
     def weighs_right(self) -> bool:
-        """True if the weights of parts are known to be those of the loss."""
+        """True if the weights of parts are known to fit the loss."""
         return self._spec.loss_weight is not None or _is_mean_over_samples(self._spec.loss_fn)
 
     @property
@@ -84,12 +84,12 @@ class MicroBatches:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in modules)
 
     def result(self, *differences: str) -> str:
-        """Return words on how the result of parts compares with that of the whole batch.
+        """Return a phrase that compares the result of parts with the result of the whole batch.
 
         Args:
             differences: observed differences, in addition to known ones.
         """
-        known = ["BatchNorm normalises each part by itself"] if self.sees_parts else []
+        known = ["BatchNorm normalizes each part by itself"] if self.sees_parts else []
         result = "with the same result"
         if not self.weighs_right:
             result += " if the loss is a mean over samples (else give optimize() a loss_weight)"
@@ -97,7 +97,7 @@ class MicroBatches:
         return f"{result}, except that {told}" if told else result
 
     def parts(self, batch: Any) -> list[Part]:
-        """Return the parts of a batch; the batch alone if it is small enough or cannot be split."""
+        """Return the parts of a batch. A batch that is small enough, or cannot be split, is the only part."""
         batches, sizes = self._split(batch)
         return list(map(Part, batches, sizes, self._shares(batches, sizes))) if sizes else [Part(batch)]
 
@@ -106,7 +106,7 @@ class MicroBatches:
         return bool(self._split(batch)[1])
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return the parts of a batch and their numbers of samples; nothing if it is computed whole."""
+        """Return the parts of a batch and their numbers of samples, or empty lists if the batch is computed whole."""
         if self.size is not None and (samples := batch_size_of(batch)) > self.size:
             sizes = part_sizes(samples, self.size)
             batches = split(batch, sizes)
@@ -122,7 +122,7 @@ class MicroBatches:
         Args:
             parts: the parts of the batch.
             add: adds the gradients of one part, and returns its loss times its share, detached.
-            moved: True for each module with buffers that the whole batch has updated already; None: no module.
+            moved: True for each module with buffers that the whole batch has updated already. None means no module.
 
         Returns:
             The loss of the batch.
@@ -144,14 +144,14 @@ class MicroBatches:
         return torch.stack(losses).sum()
 
     def _shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> list[float | Tensor]:
-        """Return the factor of each part's loss, so that the losses add up to that of the batch."""
+        """Return the factor of each part's loss, so that the losses add up to the loss of the batch."""
         if self.sums_losses:
             return [1.0] * len(batches)
         weights: list[Any] = list(sizes)
         if self._spec.loss_weight is not None:
             found = [w.double() if isinstance(w, Tensor) else w for w in map(self.weight_of, batches)]
             total = sum(found)
-            # If a batch has weight 0, so has each part. Then each part keeps its own loss, weighted by samples.
+            # If a batch has weight 0, each part has weight 0, too. Then the losses of parts are weighted by samples.
             if isinstance(total, Tensor):
                 weights = [torch.where(total == 0, n, w) for n, w in zip(sizes, found, strict=True)]
             elif total:
@@ -166,9 +166,9 @@ class MicroBatches:
 
 
 def _is_mean_over_samples(loss_fn: Any) -> bool:
-    """Return whether a loss module is known to be a mean over samples or a sum.
+    """Return True if a loss module is known to be a mean over samples or a sum.
 
-    A mean that ignores some targets is no mean over samples.
+    A mean that ignores some targets is not a mean over samples.
     """
     leaves_out = isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss))
     return isinstance(loss_fn, nn.modules.loss._Loss) and (loss_fn.reduction == "sum" or not leaves_out)

@@ -1,4 +1,4 @@
-"""Monitor of infinite and NaN losses: warns of the first, and stops training after several in a row."""
+"""Monitor that warns of the first infinite or NaN loss, and stops training after several in a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.training.job import Job
 from flatout.training.logged_metrics import Logs
 
 LOOK_EVERY = 50
-"""Interval in steps between two losses that are read on a GPU while they are finite. One read takes the host 40 us."""
+"""Steps from one read of a loss on a GPU to the next while losses are finite. A read takes host time."""
 
 STOP_AFTER = 50
 """Bad steps in a row after which training stops. A loss scaler that searches its scale skips at most half as many."""
@@ -30,20 +30,22 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 class NonFiniteMonitor:
     """Monitor that reads losses without waiting for the device and raises after too many bad steps in a row.
 
-    Without a loss scaler, a step is one batch, and bad if its loss is infinite or NaN. With one, a step is one update,
-    and bad if the scaler skipped it. The first bad loss gives a warning. Skipped updates are normal for a scaler and
-    give no warning. Warning and error name the first gradient that is not finite, if the gradients still exist.
+    Without a loss scaler, a step is one batch, and a bad step has an infinite or NaN loss. With a loss scaler, a step
+    is one update, and a bad step is an update that the scaler skipped. The first bad loss gives a warning. Skipped
+    updates are normal for a scaler and give no warning. Warning and error name the first gradient that is not finite,
+    if the gradients still exist.
 
-    On a CPU every step is read, which takes about 1 us. On a GPU every fiftieth step is read until a bad value arrives,
-    and then every step until a finite value arrives. The count begins with the first bad step that is read, and a gap
-    between two bad steps restarts the count. Values arrive with the delay of the GPU behind the host.
+    On a CPU every step is read. On a GPU every fiftieth step is read until a bad value arrives,
+    and then every step until a finite value arrives. The count begins with the first bad step that is read. A gap
+    between two bad steps restarts the count. Values arrive after the GPU has computed them, so later than the host
+    queues the step.
 
     Args:
         job: the job whose steps are monitored.
         stop_after: bad steps in a row after which ``look`` raises.
 
     Attributes:
-        next_look: the number of the next step to look at.
+        next_look: number of the next step for which ``look`` must be called.
     """
 
     def __init__(self, job: Job, stop_after: int = STOP_AFTER) -> None:
@@ -60,7 +62,7 @@ class NonFiniteMonitor:
         self.next_look = 0
 
     def look(self, step: int, loss: Tensor, batch: Any) -> None:
-        """Look at a batch whose step is queued on the device.
+        """Check a batch whose step is queued on the device.
 
         Args:
             step: the number of the batch.
@@ -72,7 +74,7 @@ class NonFiniteMonitor:
                 infinities or NaNs, and the place where a repeated forward and backward first produces them.
         """
         scaler = self._job.stepper.scaler
-        if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` is that of an earlier update
+        if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` refers to an earlier update
             return
         skipped = None if scaler is None else scaler.last_step_skipped
         name, value = ("loss", loss) if skipped is None else ("skipped", skipped)
@@ -87,7 +89,7 @@ class NonFiniteMonitor:
             found = _finding(lambda: first_bad_gradient(self._job, at, now=step))
             warnings.warn(f"the loss of step {at} is {bad}; {found}", RuntimeWarning, stacklevel=3)
         if self._bad >= self.stop_after:
-            # First, because the repeated backward below overwrites gradients.
+            # This search comes first, because the repeated backward below overwrites gradients.
             found = _finding(lambda: first_bad_gradient(self._job, step, now=step))
             raise FloatingPointError(
                 f"{self._bad} steps in a row, up to step {self._last_bad}, were infinite or NaN: "
@@ -107,7 +109,8 @@ class NonFiniteMonitor:
         if not bad:
             self._bad = 0
             return
-        # An epoch's leftover batches are updated with outside of a step, so two looks are up to twice as far apart.
+        # At the end of an epoch, the update with the remaining batches is not a step. So the interval between two
+        # updates that are read may be almost twice as long.
         gap = 1 if name == "loss" else 2 * self._job.spec.accumulate - 1
         self._bad = self._bad + 1 if step <= self._last_bad + gap else 1
         self._last_bad = step
@@ -126,8 +129,8 @@ def _finding(search: Callable[[], str]) -> str:
 def first_bad_gradient(job: Job, step: int, now: int) -> str:
     """Return a sentence that names the first parameter whose gradient is not finite, in the order of the model.
 
-    Waits for the device. Reads gradients as they are, which may be scaled by a loss scaler, or accumulated since the
-    last update.
+    The function waits for the device. The gradients may be scaled by a loss scaler, or accumulated since the last
+    update.
 
     Args:
         job: the job with the gradients.
@@ -154,16 +157,16 @@ def first_bad_gradient(job: Job, step: int, now: int) -> str:
 
 
 def _are_clipped(job: Job, grads: Iterable[Tensor]) -> bool:
-    """Return True if clipping to a norm of NaN may have rewritten the gradients. A lazy update never writes them."""
+    """Return True if clipping with a norm of NaN may have rewritten the gradients. A lazy update never does so."""
     if job.spec.max_grad_norm is None:
         return False
     return not (isinstance(job.spec.optimizer, NativeStep) and all(map(gradients.is_native, grads)))
 
 
 def first_bad(job: Job, batch: Any) -> str:
-    """Return a sentence that says where infinities or NaNs begin, from a repeated forward and backward.
+    """Repeat a forward and backward, and return a sentence about the place where infinities or NaNs begin.
 
-    Gradients of the model are set to None.
+    The gradients of the model are then None.
     """
     for name, parameter in job.spec.model.named_parameters():
         if not _is_finite(parameter):
@@ -213,8 +216,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _count_bad(tensor: Tensor) -> int:
-    """Return the number of elements that are infinite or NaN. Takes any layout and dtype."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):  # integers; quantized ones are scaled integers
+    """Return the number of elements that are infinite or NaN, in a tensor of any layout and dtype."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):  # integers, also the scaled integers of quantization
         return 0
     tensor = tensor.detach()
     if tensor.is_nested:

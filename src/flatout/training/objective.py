@@ -1,4 +1,4 @@
-"""Objective of a training: forward and loss of one batch."""
+"""Objective of a training, which is forward and loss of one batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.training.spec import Spec
 
 
 class MissingLossError(ValueError):
-    """No loss function was given, and the model's output has no ``.loss``."""
+    """Error of a training without a loss function, whose model's output has no ``.loss``."""
 
 
 class Objective:
@@ -26,10 +26,11 @@ class Objective:
         spec: model and loss.
 
     Attributes:
-        compiled: replaces ``loss`` in training steps, and may fall back on it; None: steps call ``loss``.
+        compiled: function that replaces ``loss`` in training steps, and may fall back to ``loss``. With None, steps
+            call ``loss``.
         writes_batches: True if forward or loss change tensors of their batch in place.
         draws: True if forward or loss draw random numbers, as dropout does.
-        has_loss: False if only the user's own loop knows the loss. Trials then use ``stand_in``.
+        has_loss: False if only the user's own loop computes the loss. Trials then use ``stand_in``.
         plain: returns a context in which the model's calls average no gradients over ranks, as the user's calls do.
     """
 
@@ -43,14 +44,14 @@ class Objective:
         self.spec = spec
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the loss as training steps compute it: by ``compiled`` if that is set.
+        """Return the loss as training steps compute it, with ``compiled`` if it is not None.
 
-        If a counter listens to the model's calls, the loss is computed without ``compiled``, which hides these calls.
+        If a counter counts the model's calls, ``compiled`` is not used, because it would hide these calls.
         """
         if self.compiled is None or is_wrapped(self.spec.model):
             return self.loss(batch)
         if self.spec.loss_fn is not None and type(batch) is list:
-            batch = tuple(batch)  # a loader's list and run.step((x, y)) are one kind of call
+            batch = tuple(batch)  # so that a loader's list and run.step((x, y)) are compiled once
         with self.plain():
             return self.compiled(self.lent(batch))
 
@@ -91,7 +92,7 @@ class Objective:
         return f"Pass loss_fn, or {compute_loss_line(self.spec.model, batch, has_loss_fn=True)}"
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """Return the model's output for one batch, and the target; None if the batch has no target."""
+        """Return the model's output for one batch, and the target, or None for a batch without a target."""
         with self.plain():
             return self._forward(batch)
 
@@ -117,16 +118,17 @@ class Objective:
     def lent(self, batch: Any) -> Any:
         """Return a copy of a batch for the user's code, which may pop entries and write to tensors.
 
-        Containers are always copied, tensors only if ``writes_batches``. The batch itself must not change, because
-        trials and steps that ran out of memory use it again.
+        Containers are always copied. Tensors are copied only if ``writes_batches``. The batch itself must not change,
+        because trials and recovery from out of memory use it again.
         """
         return cloned(batch) if self.writes_batches else with_own_containers(batch)
 
 
 def stand_in(output: Any) -> Tensor:
-    """Return a loss for trials where the loss is unknown: each output's mean squared distance from 1, 0-dim, float32.
+    """Return a loss for trials without a known loss.
 
-    Unlike a sum of the outputs, it has a minimum, so updates do not diverge. Outputs of 0 have a gradient, too.
+    The loss is the sum over outputs of the mean squared distance from 1, as a 0-dim float32 tensor. Unlike a sum of the
+    outputs, this loss has a minimum, so updates do not diverge. Outputs of 0 have a gradient, too.
     """
     losses = [(t.float() - 1).square().mean() for t in tensors_of(output) if t.is_floating_point() and t.numel()]
     return torch.stack(losses).sum() if losses else torch.zeros(())

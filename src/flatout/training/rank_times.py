@@ -16,14 +16,14 @@ WINDOW = 100
 
 
 class RankTimes:
-    """Times of all ranks in the last 100 steps, which every rank has, because they come with each step's loss."""
+    """Times of all ranks in the last ``WINDOW`` steps. Ranks exchange their times with the loss of each step."""
 
     def __init__(self) -> None:
         self._places: Sequence[tuple[str, str]] = ()
         self._steps: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
 
     def begin(self, ranks: Agreement, device: torch.device) -> None:
-        """Learn the host and the device of each rank.
+        """Collect the host and the device of each rank.
 
         Args:
             ranks: agreement of all ranks.
@@ -35,17 +35,17 @@ class RankTimes:
         """Add a step.
 
         Args:
-            times: of each rank, the numbers of ``StepClock.take``.
+            times: for each rank, the numbers that ``StepClock.take`` returns.
         """
         self._steps.append(times)
 
     def clear(self) -> None:
-        """Forget all steps."""
+        """Discard all steps."""
         self._steps.clear()
 
     @property
     def paces(self) -> tuple[RankPace, ...]:
-        """Mean times of each rank, by rank; empty before the first step."""
+        """Mean times of each rank, by rank. Empty before the first step."""
         found = []
         for rank, taken in enumerate(zip(*self._steps, strict=True)):
             steps, loading, computing, waiting = map(sum, zip(*taken, strict=True))

@@ -1,4 +1,4 @@
-"""Recovery of ``Run.step`` from out of memory: the same samples again, in smaller parts."""
+"""Recovery of ``Run.step`` from out of memory, by a repetition of the same samples in smaller parts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from flatout.training.stepper import PhaseOf, Stepper, as_range
 
 
 class Recovery:
-    """Step a job, and recover from steps that run out of memory.
+    """Runner of a job's steps that recovers from steps that run out of memory.
 
-    *Forward and backward* are repeated on halves of the batch, which are halved again if needed, with the gradients
-    added as in ``MicroBatches``. Gradients of complete parts and of earlier batches are kept. The first part draws the
-    batch's first random numbers. A module that ran before memory ended keeps the buffers of the whole batch. Later
-    batches are split from the start.
+    *Forward and backward* are repeated on halves of the batch, which are halved again if needed. Gradients are added as
+    in ``MicroBatches``. Gradients of complete parts and of earlier batches are kept. The first part draws the same
+    random numbers as the start of the whole batch. A module that ran before memory ran out keeps its buffers as the
+    whole batch updated them. Later batches are split from the start.
 
     *The update* is tried once more, as a whole, after cached memory is freed. flatout's optimizers allocate before they
     change a parameter. Another optimizer that fails in the middle of its step raises ``PartialUpdateError``.
 
-    Before a step only cheap facts are recorded: the positions of the generators, the versions of buffers, and those of
-    gradients while they accumulate. Buffers are copied only after a failed step.
+    Before a step, only the positions of the generators, the versions of buffers, and the versions of accumulated
+    gradients are recorded, because this is cheap. Buffers are copied only after a failed step.
 
     Batches that cannot be split (see ``flatout.data.split``), and gradients that hooks use during the backward, raise
-    an error with the reason. One case goes undetected: a weight in several ``torch.utils.checkpoint`` calls with
-    ``use_reentrant=True`` may have half of a batch's gradient, beside gradients accumulated before.
+    an error with the reason. One case is not detected. A weight in several ``torch.utils.checkpoint`` calls with
+    ``use_reentrant=True`` may have half of a batch's gradient, in addition to earlier accumulated gradients.
 
     Args:
         stepper: runs the steps, with an optimizer.
@@ -50,7 +50,7 @@ class Recovery:
         """Run ``Stepper.step`` with recovery.
 
         Args:
-            batch: on the device.
+            batch: a batch on the device.
             phase: entered for the forward and the backward of each part, and for the update.
 
         Returns:
@@ -58,8 +58,8 @@ class Recovery:
 
         Raises:
             torch.OutOfMemoryError: recovery failed. Gradients, random generators and pending batches are as before the
-                step. If gradients of earlier batches already hold a part of this batch, they are dropped, and the error
-                says so.
+                step. Gradients of earlier batches that already contain a part of this batch are dropped, and the error
+                reports this.
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
             RankFailure: the step failed on some of the ranks.
         """
@@ -69,7 +69,8 @@ class Recovery:
         except BaseException:
             begun.random.restore()
             raise
-        # Ranks decide by the limit, which is the same: one may have a sample more, and so compute two parts.
+        # Ranks decide by the limit, which is the same on all ranks. The number of parts may differ, because one rank
+        # may have a sample more.
         if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
             try:
                 return stepper.step_in_parts(parts, phase)
@@ -81,7 +82,7 @@ class Recovery:
                     failure = formatting.first_line(error)
                 else:
                     raise
-            # Here the error is freed, and with it the frames that hold the graph.
+            # The error is freed at this point, with the frames that hold the graph.
             if stepper.pending > begun.pending:
                 loss = stepper.last_loss
                 assert loss is not None
@@ -135,11 +136,11 @@ class Recovery:
         """Add the gradients of a loader's batch in parts.
 
         Args:
-            batch: from the loader.
-            parts: of ``batch``.
-            begun: made before the step.
+            batch: a batch of the loader.
+            parts: the parts of ``batch``.
+            begun: checkpoint that was made before the step.
             phase: as in ``step``.
-            failure: error of the batch computed whole; empty if it is split from the start.
+            failure: error of the batch computed whole. Empty if the batch is split from the start.
 
         Returns:
             The loss of the batch.
@@ -192,13 +193,13 @@ class Recovery:
     def _in_parts(
         self, parts: Sequence[Part], phase: PhaseOf, moved: Sequence[bool] | None = None, height: int | None = None
     ) -> Tensor:
-        """Add the gradients of a batch, or of a part of one.
+        """Add the gradients of a batch, or of a part of a batch.
 
         Args:
-            parts: of the batch.
+            parts: the parts of the batch.
             phase: as in ``step``.
-            moved: True for each module whose buffers the whole batch has already updated; None: all False.
-            height: bytes that the whole step took.
+            moved: True for each module whose buffers the whole batch has already updated. None means all False.
+            height: peak memory of earlier steps above the resident memory, in bytes, or None if unknown.
 
         Returns:
             The loss of the batch.
@@ -226,7 +227,7 @@ class Recovery:
         )
 
     def _trained(self) -> list[Tensor]:
-        """Return all parameters that get gradients: of the optimizer as it is now, and the others."""
+        """Return all parameters that get gradients, in the optimizer's present groups and outside the optimizer."""
         assert self._stepper.spec.optimizer is not None
         return [*parameters_of(self._stepper.spec.optimizer), *self._stepper.not_updated]
 
@@ -236,7 +237,7 @@ class Recovery:
         free_memory(self._stepper.spec.device)
 
     def _height(self) -> int | None:
-        """Return the peak memory of steps above the resident memory, in bytes; None without a counter."""
+        """Return the peak memory of steps above the resident memory, in bytes, or None on a CPU."""
         device = self._stepper.spec.device
         if device.type != "cuda":
             return None

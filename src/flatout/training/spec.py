@@ -1,4 +1,4 @@
-"""Specification of a training: the user's arguments of ``optimize``."""
+"""Specification of a training by the user's arguments of ``optimize``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from flatout.core.gradients import trained_parameters
 from flatout.distributed.agreement import ALONE, Agreement
 
 LossWeight = Callable[[Any], float | Tensor]
-"""``(batch) -> weight``, a number or a 0-dim tensor. The loss of a batch is a mean over ``weight`` elements."""
+"""``(batch) -> weight``, as a number or a 0-dim tensor. The loss of a batch is a mean over ``weight`` elements."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """Model, optimizer, loss and settings of a training. Nothing in it changes.
+    """Model, optimizer, loss and settings of a training. The fields never change.
 
     Attributes:
         model: the user's module.
-        device: where steps run.
-        optimizer: the user's optimizer; None if it is not tuned, and for inference.
+        device: device of the steps.
+        optimizer: the user's optimizer, or None if it is not tuned, and for inference.
         loss_fn: ``(output, target) -> loss``.
         compute_loss: ``(model, batch) -> loss``, for batches that ``loss_fn`` does not fit.
-        loss_weight: weight of the loss of a part of a batch; None: its number of samples.
-        inference: True if a step is a forward alone.
+        loss_weight: function for the weight of the loss of a batch or its part, or None for the number of samples.
+        inference: True if a step is only a forward.
         is_recorded: True if the batches are recorded calls of a script, which keeps its own loop and its own loaders.
         accumulate: batches per update.
-        resizes: True for ``batch_size="auto"``: the loader may be replaced by one with a faster batch size.
+        resizes: True for ``batch_size="auto"``, which allows to replace the loader by one with a faster batch size.
         lr_rule: rule of the learning rates for another batch size, one of ``LR_RULES``.
-        memory_limit: bytes that training may take; None: what the device has.
-        max_grad_norm: global gradient norm to clip to; None for no clipping.
+        memory_limit: bytes that training may take, or None for the memory of the device.
+        max_grad_norm: global gradient norm to clip to, or None for no clipping.
         deterministic: True if only bit-identical techniques may be chosen by timing.
         reproducible: True if ``deterministic`` is set because :func:`flatout.reproducible` is in force, which has
             already set torch's flags.
@@ -59,7 +59,7 @@ class Spec:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Model and loss modules: everything with parameters or buffers that a step may use."""
+        """Model and loss modules, which have all parameters and buffers that a step may use."""
         return [m for m in (self.model, self.loss_fn, self.compute_loss) if isinstance(m, nn.Module)]
 
     @property
@@ -75,12 +75,15 @@ class Spec:
 
 
 def device_of(model: nn.Module, wanted: torch.device | str | None, of_rank: torch.device | None = None) -> torch.device:
-    """Return the requested device, else the device of this rank, else the model's GPU, else the current GPU or the CPU.
+    """Return the requested device, else the rank's device, else the model's GPU, else the current GPU, else the CPU.
 
     Args:
-        model: on one GPU at most.
-        wanted: the argument ``device``. A GPU without a number is that of the rank.
-        of_rank: device of this rank under ``torchrun``; None without.
+        model: a model on one GPU at most.
+        wanted: the argument ``device``. A GPU without a number means the GPU of this rank.
+        of_rank: device of this rank under ``torchrun``, or None without ``torchrun``.
+
+    Raises:
+        ValueError: no device is requested, and the model is on several GPUs.
     """
     given = None if wanted is None else torch.device(wanted)
     if of_rank is not None and (given is None or (given.type == of_rank.type and given.index is None)):

@@ -20,8 +20,8 @@ _values = methodcaller("values")
 class Random:
     """Positions of the generators of torch's operations on a device.
 
-    A CUDA generator has two numbers as its position. The CPU generator has no such position, so its state is copied (5
-    KB).
+    The position of a CUDA generator is two numbers. The CPU generator has no such position, so its state of 5 KB is
+    copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,21 +40,22 @@ class Random:
             self._generator.set_offset(offset)
 
     def moved(self) -> bool:
-        """Return whether a generator has drawn since."""
+        """Return True if a generator has drawn numbers since this object was made."""
         if not torch.equal(torch.default_generator.get_state(), self._state):
             return True
         return self._generator is not None and self._generator.get_offset() != self._place[1]
 
 
 class StepCheckpoint:
-    """Cheap record of the state before a step, or before a part of one: positions and versions,
-    not copies of buffers.
+    """Cheap record of the state before a step, or before a part of a step.
+
+    The record has positions of generators and versions of tensors, but no copies of buffers.
 
     Args:
         stepper: runs the step.
         slots: the buffers of each module, by name.
         parameters: parameters that may have gradients already.
-        adds: True if gradients of the current update are among these.
+        adds: True if these parameters may have gradients of the current update.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class StepCheckpoint:
         """Drop the gradients since the checkpoint.
 
         Returns:
-            Parameters that had gradients before and now hold those of the whole batch. A backward adds to the gradient
-                of a parameter once, when all of it is known.
+            Parameters that had gradients before, and whose gradients now include the whole batch. A backward adds to a
+                parameter's gradient once, after it has computed the sum of all uses.
         """
         if not self._adds:
             self._stepper.zero_grad()
@@ -89,9 +90,10 @@ class StepCheckpoint:
         return whole
 
     def buffers_that_moved(self) -> list[bool]:
-        """Return for each module with buffers whether they have been updated since.
+        """Return for each module with buffers True if they have been updated since the checkpoint.
 
-        Some kernels write running statistics without a version change, so one changed buffer marks all of its module.
+        Some kernels write running statistics without a version change. So one changed buffer marks all buffers of its
+        module.
         """
         now = list(chain.from_iterable(map(_values, self._slots)))
         if len(now) != len(self._buffers):
@@ -123,7 +125,7 @@ class StepCheckpoint:
 
 @contextlib.contextmanager
 def aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Give these parameters no gradients inside the block, and restore their own gradients afterwards."""
+    """Discard new gradients of these parameters inside the block, and restore their gradients after the block."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None

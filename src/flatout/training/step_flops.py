@@ -19,15 +19,15 @@ from flatout.training.spec import Spec
 
 
 def counted_work(objective: Objective) -> CountedWork:
-    """Return the count of samples, tokens and FLOPs by batch: ``work(batch)``.
+    """Return a function ``work(batch)`` that counts samples, tokens and FLOPs.
 
-    FLOPs are those of forward, loss and backward.
+    The FLOPs are the sum over forward, loss and backward.
     """
     return CountedWork(lambda batch: _count(objective, batch))
 
 
 def share_of_flops(work: CountedWork, module: str) -> float | None:
-    """Return the share of a step's FLOPs, 0..1, that one of the model's modules takes; None if it is not known.
+    """Return the share of a step's FLOPs, 0..1, that one of the model's modules takes, or None if unknown.
 
     Args:
         work: the counts of ``counted_work``.
@@ -36,20 +36,20 @@ def share_of_flops(work: CountedWork, module: str) -> float | None:
     for count in work.counts[:1]:
         try:
             return count.by_module[f"parts.0.{module}"].total / max(1, count.total)
-        except KeyError:  # counted under another of its names
+        except KeyError:  # the module is counted under another name
             return None
     return None
 
 
 def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
-    """Return the peak in FLOP/s that MFU refers to, in the precision that the model computes in, and its source.
+    """Return the peak in FLOP/s that MFU refers to, in the precision of the model's products, and its source.
 
     Args:
         spec: model and device.
         measure: True to allow a measurement of one or two seconds if no data sheet has the peak.
     """
     real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
-    dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # complex products are made of these
+    dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # a complex product consists of float32 products
     if spec.device.type != "cuda":
         peak = measured_peak_flops(spec.device, dtype, measure=measure)
         return peak, f"the fastest matrix product here in {_short(dtype)}"
@@ -59,7 +59,7 @@ def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
 
 
 def _count(objective: Objective, batch: Any) -> FlopCount:
-    """Count FLOPs with the user's model and loss, even during training, and restore what the count changes."""
+    """Count FLOPs with the user's model and loss, also during training, and restore all state that changes."""
     spec = objective.spec
     state = Snapshot.capture([], code=[f for f in spec.code if f is not spec.model])
     with RandomState.capture(spec.model).restored(), state.guarded(), state.extended():
@@ -70,7 +70,7 @@ def _count(objective: Objective, batch: Any) -> FlopCount:
 
 
 class _Forward(nn.Module):
-    """Forward and loss as a module, over everything that has parameters or buffers."""
+    """Forward and loss as a module, with all modules that have parameters or buffers as submodules."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from flatout.amp import GradScaler
 from flatout.core.batches import batch_size_of
 from flatout.core.out_of_memory import parameters_of, ran_out_of_memory
 from flatout.data.order import BatchShare
-from flatout.distributed.agreement import STEP
+from flatout.distributed.agreement import STEP, Message
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.step_clock import TIMES
 from flatout.mfu.ranges import nvtx_range
@@ -42,7 +42,7 @@ class StepRunner(Protocol):
     """Way to run the training step of a batch that is computed whole."""
 
     def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
-        """Run the step. Arguments and result are those of :meth:`Stepper.step`."""
+        """Run the step. Arguments and result are as for :meth:`Stepper.step`."""
 
     def release(self) -> None:
         """Free memory that is only kept for later steps."""
@@ -56,13 +56,34 @@ def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
 
 
 class BatchLoss:
-    """Loss of a batch, 0-dim, detached."""
+    """Loss of a batch on all ranks.
+
+    Args:
+        stepper: runs the step.
+        message: to the other ranks.
+
+    Attributes:
+        loss: 0-dim, detached.
+    """
 
     loss: Tensor
 
+    def __init__(self, stepper: Stepper, message: Message) -> None:
+        self._stepper = stepper
+        self._message = message
+
+    def send(self) -> None:
+        """Send ``loss``, the times and the notes of this rank to the others. The step must not fail after this."""
+        stepper = self._stepper
+        if self._message.is_sent or stepper.sync is None:
+            return
+        on_host = [self.loss.item()] if stepper.spec.device.type == "cpu" else []
+        self._message.values = [*stepper.sync.clock.take(), *stepper.note(), *on_host]
+        self._message.send()
+
 
 class _Eager:
-    """Runs a step kernel by kernel."""
+    """Runner of a step kernel by kernel."""
 
     def __call__(self, stepper: Stepper, batch: Any, phase: PhaseOf) -> Tensor:
         return stepper.eager_step([Part(batch)], phase)
@@ -75,7 +96,7 @@ EAGER: StepRunner = _Eager()
 
 
 class Stepper:
-    """Runs training steps of an objective: accumulates gradients, scales losses, updates.
+    """Runner of an objective's training steps, with accumulation of gradients, scaling of losses and updates.
 
     Args:
         spec: model, optimizer and settings.
@@ -83,16 +104,16 @@ class Stepper:
 
     Attributes:
         accumulate: batches per update.
-        micro_batches: how a batch is split if it is not computed whole.
-        runner: runs the step of a batch that is computed whole. Techniques replace it.
-        sync: averages gradients over the ranks of a data-parallel training; None: one process.
-        waits_for_all: True if a step begins on all ranks or on none, because one may fail between two steps. Trials do.
-        weight: weight of the loss of the present batch on this rank; 1 if all ranks have the same number of samples.
+        micro_batches: split of a batch that is not computed whole.
+        runner: runs the step of a batch that is computed whole. Techniques replace this runner.
+        sync: averages gradients over the ranks of a data-parallel training. None in a training of one process.
+        waits_for_all: True if a step begins on all ranks or on none, as in trials. A rank may fail between two steps.
+        weight: weight of the loss of the present batch on this rank, or 1 if all ranks have as many samples.
         times: times of all ranks in the last steps of a data-parallel training.
         note: returns the numbers that this rank sends to the others with every batch.
         notes: the numbers of all ranks, by rank, from the last batch.
-        pending: batches whose gradients wait for the next update.
-        last_loss: loss of the last pending batch; None if no batch is pending.
+        pending: number of batches whose gradients wait for the next update.
+        last_loss: loss of the last pending batch, or None if no batch is pending.
     """
 
     def __init__(self, spec: Spec, objective: Objective) -> None:
@@ -112,10 +133,11 @@ class Stepper:
         self._averaged = False
         self._is_synchronized = False
         self._scaler: GradScaler | None = None
+        self._guard: AtomicUpdate | None = None
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler; None unless the model computes in fp16."""
+        """The loss scaler, or None if the model does not compute in fp16."""
         if autocast_dtype(self.spec.model) is not torch.float16:
             return None
         if self._scaler is None:
@@ -126,14 +148,14 @@ class Stepper:
     def averages_in_backward(self) -> bool:
         """True if a step averages its gradients over the ranks during the backward, and not before the update.
 
-        The limit of parts decides, not their number: one rank may have a sample more, and so compute two parts. If
-        gradients outlive a batch, the backward would average those of earlier batches even if this batch fails.
+        The limit of parts decides. The number of parts may differ, because one rank may have a sample more. If
+        gradients of earlier batches are kept, the backward would average them even if this batch fails.
         """
         return self.sync is not None and self.micro_batches.size is None and not self.keeps_gradients
 
     @property
     def keeps_gradients(self) -> bool:
-        """True if gradients outlive a batch: with accumulation, and of parameters that the optimizer lacks."""
+        """True if gradients are kept after a batch, by accumulation or for parameters that the optimizer lacks."""
         return self.accumulate > 1 or bool(self.not_updated)
 
     @cached_property
@@ -154,7 +176,7 @@ class Stepper:
 
         Args:
             batch: the batch of this rank.
-            share: share of this rank in the whole batch; None if the ranks have batches of their own.
+            share: share of this rank in the whole batch, or None if each rank has its own batches.
         """
         if self.sync is None:
             return
@@ -177,11 +199,11 @@ class Stepper:
         """Run forward, backward and, after ``accumulate`` batches, the update.
 
         Args:
-            batch: on the device.
+            batch: a batch on the device.
             phase: entered for the forward, the backward and the update.
 
         Returns:
-            The loss, 0-dim, detached, on the device, not synchronized. For inference: the result of
+            The loss, 0-dim, detached, on the device, not synchronized. In inference, the result of
             ``Objective.infer``.
         """
         if self.spec.inference:
@@ -226,12 +248,21 @@ class Stepper:
             sync.refresh()
         try:
             with self.together() as batch, sync.averaged():
-                batch.loss = self.add_gradients(part, phase, partial(sync.loss, self.objective))
+                self._add_averaged_gradients(sync, part, phase, batch)
         except Exception:
             sync.reset()
             raise
         self._is_synchronized = True
         return batch.loss
+
+    def _add_averaged_gradients(self, sync: GradientSync, part: Part, phase: PhaseOf, batch: BatchLoss) -> None:
+        # A function, so that no other frame holds the graph when the backward has run out of memory.
+        with phase("forward"):
+            loss = self._loss_of(part, partial(sync.run, self.objective))
+        batch.loss = loss.detach()
+        sync.when_certain(loss, batch.send)
+        with phase("backward"):
+            self._backward(loss)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[BatchLoss]:
@@ -243,54 +274,56 @@ class Stepper:
             An object whose ``loss`` the block sets to the loss of this rank. After the block, ``loss`` is the mean over
             all ranks.
         """
-        batch = BatchLoss()
         if self.sync is None:
-            yield batch
+            yield BatchLoss(self, Message())
             return
         self._is_synchronized = False
-        on_host = self.spec.device.type == "cpu"
-        clock = self.sync.clock
-        clock.begin()
+        self.sync.clock.begin()
         with self.spec.ranks.attempt(STEP) as message:
+            batch = BatchLoss(self, message)
             yield batch
-            clock.end()
-            message.values = [*clock.take(), *self.note(), *([batch.loss.item()] if on_host else [])]
+            self.sync.clock.end()
+            batch.send()
         self.times.add([row[:TIMES] for row in message.received])
         self.notes = [row[TIMES:] for row in message.received]
-        if on_host:
+        if self.spec.device.type == "cpu":
             losses = [row.pop() for row in self.notes]
-            batch.loss = batch.loss.new_tensor(sum(losses) / len(losses))
+            batch.loss = torch.full((), sum(losses) / len(losses), dtype=batch.loss.dtype, device="cpu")
         else:
             batch.loss = self.sync.mean(batch.loss)
 
-    def add_gradients(
-        self, part: Part, phase: PhaseOf = as_range, loss_of: Callable[[Any], Tensor] | None = None
-    ) -> Tensor:
-        """Run forward and backward of a batch, or of a part of one.
+    def add_gradients(self, part: Part, phase: PhaseOf = as_range) -> Tensor:
+        """Run forward and backward of a batch, or of a part of a batch.
 
         Args:
-            part: on the device. If its share is 0, its loss may be any value.
+            part: a part on the device. If its share is 0, its loss may be any value.
             phase: entered for the forward and the backward.
-            loss_of: computes the loss of the part's batch; default: the objective.
 
         Returns:
             The loss times the part's share, detached.
         """
-        share = part.share
         with phase("forward"):
-            loss = (loss_of or self.objective)(part.batch)
-            if isinstance(share, Tensor):
-                loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
-            elif share == 0:
-                loss = torch.zeros_like(loss)
-            elif share != 1:
-                loss = loss * share
-            if isinstance(self.weight, Tensor) or self.weight != 1:
-                loss = _weighted(loss, self.weight)
+            loss = self._loss_of(part, self.objective)
         with phase("backward"):
-            if loss.requires_grad or share:
-                (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
+            if loss.requires_grad or part.share:
+                self._backward(loss)
         return loss.detach()
+
+    def _loss_of(self, part: Part, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Return the loss of a part's batch times its share and the weight of this rank."""
+        share, loss = part.share, loss_of(part.batch)
+        if isinstance(share, Tensor):
+            loss = torch.where(share == 0, 0, loss * share).to(loss.dtype)
+        elif share == 0:
+            loss = torch.zeros_like(loss)
+        elif share != 1:
+            loss = loss * share
+        if isinstance(self.weight, Tensor) or self.weight != 1:
+            loss = _weighted(loss, self.weight)
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
 
     def count_batch(self, loss: Tensor) -> None:
         """Count a batch whose gradients are complete, with its loss."""
@@ -312,7 +345,7 @@ class Stepper:
             False if no batch was pending.
 
         Raises:
-            torch.OutOfMemoryError: the batches are still pending, so ``flush`` may be called again.
+            torch.OutOfMemoryError: memory ran out. The batches are still pending, so ``flush`` may be called again.
             flatout.optim.PartialUpdateError: memory ran out after some parameters had changed.
         """
         optimizer, batches, self.pending = self.spec.optimizer, self.pending, 0
@@ -324,8 +357,7 @@ class Stepper:
                 with self.sync.clock.waiting():
                     self.sync.reduce()
                 self._is_synchronized = True
-            # flatout's optimizers allocate before they write.
-            watch = None if isinstance(optimizer, NativeStep) else AtomicUpdate(optimizer)
+            watch = self._atomic_update(optimizer)
             with phase("update"), watch or contextlib.nullcontext():
                 self._update(optimizer, batches)
         except Exception as error:
@@ -335,6 +367,14 @@ class Stepper:
             raise
         self._averaged, self._is_synchronized, self.last_loss = False, False, None
         return True
+
+    def _atomic_update(self, optimizer: torch.optim.Optimizer) -> AtomicUpdate | None:
+        """Return the guard of an update, or None for flatout's optimizers, which allocate before they write."""
+        if isinstance(optimizer, NativeStep):
+            return None
+        if self._guard is None or self._guard.optimizer is not optimizer:
+            self._guard = AtomicUpdate(optimizer)
+        return self._guard
 
     def _update(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
         max_norm = self.spec.max_grad_norm
@@ -390,14 +430,14 @@ class Stepper:
         self.pending, self._scaler = progress
 
     def reset(self) -> None:
-        """Forget pending batches, the loss scaler and the times of ranks."""
+        """Discard pending batches, the loss scaler and the times of ranks."""
         self.pending = 0
         self._averaged = self._is_synchronized = False
         self._scaler = None
         self.times.clear()
 
     def abandon(self) -> None:
-        """Forget pending batches and an unfinished step. The loss scale stays."""
+        """Discard pending batches and an unfinished step. The loss scale does not change."""
         self.pending = 0
         self._averaged = self._is_synchronized = False
         if self._scaler is not None:

@@ -1,4 +1,4 @@
-"""Tolerance of numerics: the relative difference of two results, and the limit for each dtype."""
+"""Tolerance of numerics, as a limit of the relative difference of two results for each dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flatout.mfu.peaks import multiplies_in_tf32
 from flatout.training.autocast import autocast_dtype
 
 FLOOR = 0.1
-"""Share of a tensor's part in the whole below which its own norm is no measure of its error.
+"""Smallest norm that errors of a tensor are compared with, relative to the tensor's even part in the whole norm.
 
-For example, the gradient of a bias before a BatchNorm is pure rounding.
+For example, the gradient of a bias before a BatchNorm consists of rounding errors. Its own norm is no measure.
 """
 
 
@@ -45,17 +45,18 @@ ALLOWED: Mapping[torch.dtype | str, Allowed] = {
 """Limits by the dtype of products, from the finest to the coarsest.
 
 Rounding differs by a unit in the last place (1e-7, 1e-3 or 8e-3 of a value) from operator to operator, and grows with
-depth. A wrong mask, a stale weight or a wrong branch changes results by their own size. Some models amplify rounding
-errors more: gradients of freshly initialized residual networks with BatchNorm differ by 16 to 50 % in bfloat16. Their
-limit is ``tuning.equivalence.LEEWAY`` times the effect of a change of the weights by half a unit in the last place.
+depth. A wrong mask, an outdated weight or a wrong branch changes results by about their own size. Some models amplify
+rounding errors more. For example, gradients of freshly initialized residual networks with BatchNorm differ by 16 to
+50 % in bfloat16. The limit of such models is ``tuning.equivalence.LEEWAY`` times the effect of a change of the weights
+by half a unit in the last place.
 """
 
 
 def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
 
-    A tensor that is small beside the others is compared with ``FLOOR`` of its even part in the whole. Infinite for a
-    NaN, for other shapes, and for a tensor that only one side has.
+    The error of a tensor with a small norm is compared with ``FLOOR`` of its even part in the whole norm. The result is
+    infinite for a NaN, for different shapes, and for a tensor that only one side has.
     """
     if not baseline and not candidate:
         return 0.0, ""
@@ -76,7 +77,7 @@ def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tu
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | str:
-    """Return the dtype of the model's products: a torch dtype, or ``"tf32"``."""
+    """Return the dtype of the model's products, which is a torch dtype or ``"tf32"``."""
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     coarsest = max((p.dtype for p in tensors if p.dtype in ALLOWED), key=list(ALLOWED).index, default=torch.float32)
     dtype = autocast_dtype(model) or coarsest

@@ -1,1 +1,1 @@
-"""Search for techniques that pay: trials without a trace, statistics, numerics, and one ledger of decisions."""
+"""Search for techniques that speed up a training: trials, statistics, numerics, and the ledger of decisions."""

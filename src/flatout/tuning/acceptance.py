@@ -1,4 +1,4 @@
-"""Acceptance of trials: which candidate is kept, and the text of its row."""
+"""Acceptance of candidates by their trials, and the text of the row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SAVES_BELOW = 0.95
 WORTH_SAVING = 16 * 2**20
 """Limits of a memory saving that pays.
 
-A candidate that is no slower is kept if a step takes at most this share of its memory, and saves at least these bytes.
+A candidate that is no slower is kept if a step takes less than this share of the memory and saves at least these bytes.
 """
 
 
 def earns(trial: Trial) -> bool:
-    """Return True if the candidate is faster with certainty."""
+    """Return True if the trial shows that the candidate is faster."""
     return not trial.failure and trial.gain is not None and trial.gain.low > KEEP_ABOVE
 
 
 def spares(trial: Trial) -> bool:
-    """Return True if the candidate is no slower. It uses less of the machine."""
+    """Return True if the trial shows that the candidate is no slower."""
     return not trial.failure and trial.gain is not None and trial.gain.low > NO_SLOWER
 
 
@@ -55,7 +55,7 @@ def rank(trial: Trial) -> tuple[bool, float]:
 
 
 def is_open(trials: Sequence[Trial]) -> bool:
-    """Return True if more pairs could show that one of the rejected candidates pays, or if there was no trial."""
+    """Return True if more pairs could show that a rejected candidate is faster, or if there was no trial."""
     timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
     return not trials or any(gain.high >= DROP_BELOW and gain.ratio > 1 / HOPELESS for gain in timed)
 

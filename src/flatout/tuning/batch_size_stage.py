@@ -1,4 +1,4 @@
-"""Stage of the batch size: decided before all other techniques, because all others depend on it."""
+"""Stage that decides the batch size before all other techniques, because they depend on the batch size."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> N
 
 
 def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
-    """Return True if batches, or parts of them, fit in memory with a technique. Then the technique is kept."""
+    """Keep a technique if batches, or parts of batches, fit in memory with it. Return True if it is kept."""
     try:
         with bench.ranks.attempt():
             technique.check(bench.job)
             candidate = technique.candidates(bench.job)[0]
             with candidate:
                 parts = parts_that_fit(bench.job)
-    except Exception:  # of the model, which may not allow the change, or because memory holds no sample
+    except Exception:  # the model may not allow the change, or not even one sample may fit in memory
         return False
     finally:
         bench.rewind()

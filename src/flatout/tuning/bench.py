@@ -31,51 +31,52 @@ from flatout.tuning.timing import seconds, timed_block
 from flatout.tuning.trial import FEWEST_UNDECIDED, Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0
-"""Time limit for the pairs of one trial, in seconds, until all techniques were tried. Set-up is extra."""
+"""Time limit for the pairs of one trial, in seconds, until all techniques were tried. Setup takes extra time."""
 
 FEWEST_TRIAL_UPDATES = 7
 """Updates of the shortest trial: two to compare the numerics, and with outputs and the first block three pairs."""
 
 PACE_SECONDS = 1.0
-"""Duration of a stretch that measures the pace, unless steps are short. Each decision changes the pace."""
+"""Seconds of a stretch that measures the pace, unless steps are short. Each decision changes the pace."""
 
 STRETCH_SECONDS = 0.05
-"""Duration of a stretch of training from one loader, in trials that alternate two loaders."""
+"""Duration in seconds of a stretch of training from one loader, in trials that alternate two loaders."""
 
 STRETCH_STEPS, LONGEST_FOR_STEPS = 4, 0.5
 """Fewest batches of a stretch, and the seconds of a stretch above which it may have fewer."""
 
 SLOWEST_STRETCH, FEWEST_LIMIT_SECONDS = 4.0, 1.0
-"""A stretch ends early when it takes so many times as long as expected, and at least these seconds.
+"""Time limit of a stretch: this multiple of its expected duration, but at least this number of seconds.
 
-Two threads beside other programs may become forty times slower for seconds, when they share a core.
+If other programs run, two threads may share a core. A stretch is then forty times slower for some seconds.
 """
 
 BLOCK_SECONDS = 0.02
-"""Duration of a block with one candidate, if updates are shorter."""
+"""Duration in seconds of a block with one candidate, if updates are shorter."""
 
 LONG_UPDATE, LONG_SCRIPT_UPDATE = 0.5, 0.02
-"""Duration of an update, in seconds, up to which an untimed update precedes each block.
+"""Durations of an update, in seconds, up to which an untimed update precedes each block.
 
-A script that goes on meanwhile leaves little time for trials, and none for untimed updates of this length.
+The second one applies to a script, which keeps its own loop. A script leaves no time for longer untimed updates.
 """
 
 MOST_RESULT_BYTES = 1 << 28
-"""Size of the baseline's results above which they are computed for each candidate."""
+"""Largest size of baseline results that are kept. Larger results are computed again for each candidate."""
 
 NOISE_SHARE = 0.05
 """Share of the budget for the noise floor."""
 
 FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
-"""Limits of the number of pairs of the baseline with itself. Fewer than three decide no large gain in three pairs.
+"""Limits of the number of pairs of the baseline with itself.
 
-Long updates are measured in the fewest pairs, which also give the pace. So are loops from two loaders.
+With fewer than three, three pairs of a trial decide no large gain. Long updates and loops over two loaders take the
+fewest pairs. The pairs of long updates also give the pace.
 """
 
 
 @dataclass
 class Bench:
-    """Training that trials step. ``rewind`` restores its starting state before each trial.
+    """Training whose steps trials run. ``rewind`` restores the starting state before each trial.
 
     Attributes:
         job: the training. ``job.data.source`` changes when a loader is kept.
@@ -84,7 +85,7 @@ class Bench:
         rewindable: True if a trial may iterate the loader without losing samples.
         ledger: the decisions so far.
         progress: shown between timed regions.
-        comparison: the trial that the present loader won, if the steps are the same since; None otherwise.
+        comparison: the trial that the present loader won; None without one, and after a change of the steps.
         phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
         exposed_ms: exposed communication of these steps; None before ``rank_costs.exposed_ms`` measures it.
     """
@@ -134,7 +135,7 @@ class Bench:
             self.job.spec.model.train()
 
     def begin(self, state: Snapshot, budget: Budget) -> None:
-        """Continue with trials that begin with another state."""
+        """Set another starting state and budget for the next trials."""
         self.state, self.budget = state, budget
         self._results.clear()
         self.rewind()
@@ -230,7 +231,7 @@ class Bench:
 
     @property
     def known_noise(self) -> float | None:
-        """Standard deviation of the log ratio of neighboring blocks, as measured last; None before."""
+        """Standard deviation of the log ratio of neighboring blocks, by the latest measurement; None without one."""
         return list(self._noise.values())[-1].floors["wall"].scale if self._noise else None
 
     @property
@@ -250,12 +251,12 @@ class Bench:
 
     @property
     def is_slow(self) -> bool:
-        """True if an update and the wait for its batches take so long that loops must settle and change rarely."""
+        """True if an update and the wait for its batches are so long that loops rarely settle and change."""
         return self.job.spec.accumulate * self.pace.total_ms / 1e3 > LONG_UPDATE
 
     @property
     def _is_timed_alone(self) -> bool:
-        """True if an update and the wait for its batches take long enough to be timed without others."""
+        """True if an update and the wait for its batches take long enough for a stretch of one update."""
         return self.job.spec.accumulate * self.pace.total_ms / 1e3 > self.long_update
 
     @property
@@ -303,7 +304,10 @@ class Bench:
         return pace
 
     def _stretches(self, track: LoaderTimer, steps: int, stretches: int) -> list[Block]:
-        """Return stretches of training from a loader: single updates if they are slow, and else one after an update."""
+        """Return stretches of training from a loader.
+
+        Long updates are stretches of one update each. Shorter updates are one stretch, after an untimed update.
+        """
         update = self.job.spec.accumulate
         track.settle(update if track.queue else 0)  # workers start
         blocks = [track.stretch(update)]
@@ -331,8 +335,8 @@ class Bench:
     def memory_with(self, *candidates: Candidate) -> int | None:
         """Return ``memory`` with more candidates on.
 
-        In a script on the CPU it stays unknown. A process that the script forks after a profile would hang at its exit,
-        in the destructor of ``libkineto::ConfigLoader`` (torch 2.14).
+        The memory of a script on the CPU is unknown, because the profiler is not used there. After a profile, a process
+        that the script forks would hang at its exit, in the destructor of ``libkineto::ConfigLoader`` (torch 2.14).
         """
         spec = self.job.spec
         if spec.is_recorded and spec.device.type == "cpu":
@@ -346,7 +350,7 @@ class Bench:
             try:
                 with self.ranks.attempt():
                     return step_memory(lambda: self.update(0), self.job.spec.device, ranks=self.ranks)
-            except RuntimeError:  # an error of the profiler, because the step itself has run before
+            except RuntimeError:  # the error comes from the profiler, because the step itself has run before
                 return None
             finally:
                 self.rewind()
@@ -370,7 +374,7 @@ class Bench:
         """Return the number of batches per stretch: long enough to time, and whole updates.
 
         Args:
-            queue: batches that workers make in advance. More than one batch is timed then.
+            queue: batches that workers make in advance. A stretch of a single long update requires an empty queue.
         """
         step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
         fewest = max(1, min(STRETCH_STEPS, int(LONGEST_FOR_STEPS / step_seconds)))
@@ -386,7 +390,7 @@ class Bench:
         return 2 * batches * self.pace.total_ms / 1e3
 
     def _untimed_steps(self, queue: int) -> int:
-        """Return the number of untimed batches before a stretch. Effects of a change on long updates are negligible."""
+        """Return the number of untimed batches before a stretch. A change has a negligible effect on long updates."""
         return 0 if self.is_slow or (self._is_timed_alone and not queue) else self.job.spec.accumulate
 
     @property
@@ -398,7 +402,7 @@ class Bench:
     def fewest_loader_seconds(self) -> float:
         """Seconds of the shortest trial of a loader that shows a large gain, without its setup.
 
-        A batch of the other loader is assumed to take as long, because its first one does.
+        The estimate assumes that a batch takes as long from the other loader. At least the first batch does.
         """
         stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_UNDECIDED)
         return stretches * self.stretch_steps(1) * self.pace.total_ms / 1e3
@@ -419,7 +423,7 @@ class Bench:
             new: measures a block of the candidate.
             earlier: pairs that were measured before.
             keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
-            has_other_merits: True if the candidate needs only be no slower.
+            has_other_merits: True if being no slower is enough for the candidate.
         """
         trial = PairedTrial(
             self.noise, keeps_cpu_time=keeps_cpu_time, has_other_merits=has_other_merits, ranks=self.ranks

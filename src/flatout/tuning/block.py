@@ -1,4 +1,4 @@
-"""Block: times of consecutive updates with one configuration, and the statistics that represent them."""
+"""Block of consecutive updates with one configuration: times, and statistics that represent the times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flatout.report.model import Statistic
 
 FEWEST_FOR_QUARTILE = 4
-"""Number of updates from which a block has a lower quartile; the mean represents shorter blocks."""
+"""Fewest updates of a block that its lower quartile represents. The mean represents shorter blocks."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Block:
     """Times of consecutive updates, in seconds.
 
     Attributes:
-        wall: wall time of each update; on a GPU, the time between two events on its stream.
+        wall: wall time of each update. On a GPU, it is the time between two events on the stream.
         cpu: CPU time of this process per update, summed over its threads.
-        waits: voluntary context switches of the training's thread, which waits for locks, devices, other threads or
-            sleep; None if the system does not count them.
+        waits: voluntary context switches of the training's thread. The thread makes one when it sleeps, or waits for a
+            lock, a device or another thread. None if the system does not count them.
     """
 
     wall: tuple[float, ...]

@@ -18,8 +18,8 @@ class Budget:
         ranks: the ranks whose trials the budget limits. The clock of rank 0 counts.
 
     Attributes:
-        seconds: the same; may change before the first trial.
-        later: seconds that techniques need that were not tried yet. A close call leaves them this time.
+        seconds: the argument. It may change before the first trial.
+        later: seconds that untried techniques need. A trial with an unclear result leaves them this time.
     """
 
     def __init__(self, seconds: float, ranks: Agreement = ALONE) -> None:
@@ -42,17 +42,17 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Remaining seconds for trials; never negative."""
+        """Remaining seconds for trials, at least 0."""
         end = min(self.seconds - self._race_seconds, (1 - self._race_share) * self.seconds)
         return max(0.0, end - self.spent)
 
     @property
     def left_with_race(self) -> float:
-        """Remaining seconds for a trial that can replace the race; never negative."""
+        """Remaining seconds for a trial that can replace the race, at least 0."""
         return max(0.0, self.seconds - self.spent)
 
     def reserve(self, seconds: float) -> None:
-        """Leave at least so many seconds for the race, up to a share of the budget."""
+        """Leave at least ``seconds`` for the race, up to the share ``MOST_FOR_RACE`` of the budget."""
         self._race_seconds = min(seconds, MOST_FOR_RACE * self.seconds)
 
     def begin_race(self) -> None:

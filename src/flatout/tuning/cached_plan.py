@@ -1,8 +1,8 @@
 """Cached plan: the decisions of an earlier start, verified and raced here before they replace a search.
 
-A deterministic training uses the cache, too. Only bit-identical techniques are timed there, so that a cached decision
-cannot change a result. But no timing changes such a plan: it is applied without a race, and all starts make the same
-decisions. A plan that the user gives, such as ``Plan.from_checkpoints`` for a resumed training, never comes here.
+A deterministic training uses the cache, too. It times only bit-identical techniques, so a cached decision cannot change
+a result. No timing changes the plan of a deterministic training. The plan is applied without a race, so that all starts
+make the same decisions. This module does not apply a plan that the user gives, such as ``Plan.from_checkpoints``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flatout.tuning.verification import verify
 
 RACE_SECONDS = 2.0
 RACE_PAIRS = 3
-"""The race of a cached plan takes these seconds, or so many pairs if they take longer."""
+"""Seconds of the race of a cached plan, and its fewest pairs. The race takes longer if the pairs do."""
 
 SOURCE = "the cached plan"
 """Origin of the decisions, for the report."""
 
 
 def decide(session: Session) -> Outcome:
-    """Decide every technique: by the cached plan if it holds here, else by a search whose result is cached."""
+    """Decide every technique, by the cached plan if it holds here, or else by a search. The result is cached."""
     if not session.request.measures:
         return confirm(session, search(session))
     key = key_of(session)
@@ -57,8 +57,8 @@ def decide(session: Session) -> Outcome:
 def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
     """Return the techniques that this start spends its budget on, although the plan holds.
 
-    These are the plan's undecided techniques, each of which is tried again once. After a plan that was made under load,
-    a quiet machine tries everything that the plan does without.
+    The plan's undecided techniques are tried again, each once. If the plan was made under load and the machine is quiet
+    now, all techniques that the plan does not keep are tried.
     """
     if session.job.spec.deterministic:
         return []
@@ -78,7 +78,7 @@ def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
     """Apply a plan and race it against the original loop.
 
     Returns:
-        The baseline and the result of the race. None if the plan fails or loses; then the session is as before.
+        The baseline and the result of the race. None if the plan fails or loses. Then all decisions are as before.
     """
     before, source = session.ledger.decisions, session.job.data.source
     try:
@@ -93,7 +93,7 @@ def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
                 result = _race(session.bench)
         is_lost = result.gain is not None and result.gain.high < 1.0
         failure = "the tuned loop was slower than the original" if is_lost else ""
-    except Exception as error:  # of a candidate that no longer works
+    except Exception as error:  # a candidate may no longer work
         failure = formatting.first_line(error)
     if failure:
         session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
@@ -147,12 +147,12 @@ def _apply(session: Session, plan: Plan) -> None:
 
 
 def keep(session: Session, technique: Measured, value: Any) -> None:
-    """Turn a technique on, with its numerics compared again.
+    """Turn a technique on after another comparison of its numerics.
 
     Raises:
         NotApplicable: the candidate does not apply to this job.
         Unsuitable: the numerics differ, or the technique may not be used here.
-        ValueError: there is no such candidate.
+        ValueError: the technique has no candidate with this value.
     """
     job, bench = session.job, session.bench
     if job.spec.deterministic and technique.effect_on(job) != "exact":

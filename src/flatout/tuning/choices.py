@@ -76,7 +76,7 @@ class Choices:
         """Reject a forbidden rule that is built into ``Run`` for this job.
 
         Raises:
-            ValueError: ``rule`` is such a rule.
+            ValueError: ``rule`` is built into ``Run`` for this job.
         """
         if rule.candidate(job) is None:
             raise ValueError(
@@ -88,7 +88,7 @@ class Choices:
         """Reject forced techniques that do not apply, as far as this is known without trials.
 
         Raises:
-            ValueError: see ``refuse``. Or a technique has no candidate with the forced value.
+            ValueError: a forced technique does not apply, or has no candidate with the forced value.
         """
         for technique in REGISTRY:
             if not isinstance(technique, Measured) or not forces(self.values, technique.name):

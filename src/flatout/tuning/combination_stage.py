@@ -1,4 +1,4 @@
-"""Stage of the factors: techniques that turn on and off in less than a step, decided together."""
+"""Stage that decides factors together. A factor is a technique that turns on and off in less than a step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from flatout.tuning.tuner import Tuner
 from flatout.tuning.verification import verify
 
 SHARE = 0.5
-"""Least share of the remaining time for factors, however much the other techniques need."""
+"""Least share of the remaining time for factors, even if the other techniques need more."""
 
 FEWEST_COMBINATIONS = 2
 """Number of pairs of combinations for which screening leaves time."""
 
 
 def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> set[str]:
-    """Decide combinable techniques together, if there are at least two. Return the names of the decided ones.
+    """Decide combinable techniques together, if there are at least two, and return the names of the decided techniques.
 
     Each candidate is screened first: it must run, compute the same, and take at most a multiple of a step's time.
     """
@@ -48,7 +48,7 @@ def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> 
 
 
 class _Stage:
-    """Factors of one job.
+    """Stage of the factors of one job.
 
     Args:
         bench: the training.
@@ -65,9 +65,9 @@ class _Stage:
         self._factors: list[Factor] = []
 
     def screen(self) -> None:
-        """Screen each candidate, and pairs with companions, while there is time. The largest expected gain comes first.
+        """Screen each candidate, and pairs with companions, while there is time.
 
-        Techniques that turn out not to apply are left out.
+        The largest expected gain comes first. Techniques that do not apply are removed.
         """
         for technique in sorted(self.techniques, key=lambda technique: -technique.optimistic_gain):
             try:
@@ -87,7 +87,7 @@ class _Stage:
         self._bench.rewind()
 
     def _working(self, technique: StepTechnique) -> list[Candidate]:
-        """Return the candidates that did not fail, however slow they are alone."""
+        """Return the candidates that did not fail, even if they are slow alone."""
         failed = {record.candidate for record in self._records[technique.name] if record.failure}
         return [candidate for candidate in self._candidates[technique.name] if candidate.label not in failed]
 
@@ -129,7 +129,7 @@ class _Stage:
             self._records[techniques[0].name].append(record)
 
     def decide(self) -> set[str]:
-        """Try combinations, keep the factors that pay, and return the names of the decided techniques."""
+        """Try combinations, keep the factors that help, and return the names of the decided techniques."""
         if self._factors:
             self._try_combinations()
         for technique in self.techniques:
@@ -148,7 +148,7 @@ class _Stage:
             if _is_free(factor, paying) and saves_memory(record):
                 paying.append(factor)
         paying = self._equivalent(paying, records)
-        for factor in paying:  # each gain is relative to the step with those before it
+        for factor in paying:  # the baseline of each factor is the step with all earlier factors
             records[factor] = trials.record(factor, baseline_ms)
             baseline_ms = records[factor].candidate_ms
         for factor, record in records.items():
@@ -187,7 +187,7 @@ class _Stage:
         return list(groups.values())
 
     def _equivalent(self, paying: list[Factor], records: Mapping[Factor, Trial]) -> list[Factor]:
-        """Return the factors that compute the same together as the baseline, without the least certain ones."""
+        """Remove factors, the smallest gain first, until the rest together computes the same as the baseline."""
         while len(paying) > 1:
             together = reduce(lambda a, b: PairCandidate(a, b, ""), [factor.candidate for factor in paying])
             if self._passes(together, [technique for factor in paying for technique in factor.techniques]):
@@ -201,7 +201,7 @@ class _Stage:
         try:
             with self._bench.ranks.attempt():
                 return not verify(self._bench, candidate, techniques).failure
-        except Exception:  # of the model or a backend, which may not allow the combination
+        except Exception:  # the model or a backend may not allow the combination
             return False
 
 

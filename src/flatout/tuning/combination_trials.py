@@ -1,4 +1,4 @@
-"""Trials of factors: techniques that turn on and off in less than a step, decided together."""
+"""Trials that decide factors together. A factor is a technique that turns on and off in less than a step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Factor:
     """Candidate that any combination may turn on.
 
     Attributes:
-        techniques: its technique, or the two techniques of a pair.
-        candidate: turns it on and off.
-        pair: two blocks, of which the second is with it.
+        techniques: one technique, or the two techniques of a pair.
+        candidate: turns the factor on and off.
+        pair: two blocks. The factor is on in the second block.
         instead_of: the factor that is on in the first block; None if none is.
         screened: record of its screening.
     """
@@ -72,7 +72,7 @@ class CombinationTrials:
             try:
                 with self._bench.ranks.attempt():
                     first, second = self._measure(one, i), self._measure(other, i)
-            except Exception:  # of a combination, whose factors run alone: those that are open stay undecided
+            except Exception:  # each factor runs alone, so the combination is at fault, and open factors stay undecided
                 break
             factorial.add(one, other, difference((second, first), self._statistic))
         self._bench.rewind()

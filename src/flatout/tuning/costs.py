@@ -1,4 +1,4 @@
-"""Costs of a loop beyond its pace: memory and phases of a step, and the loader's own rate."""
+"""Costs of a loop that complete its pace, such as the memory and the phases of a step and the loader's own rate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PHASE_SECONDS = 0.25
 """Limits of the phase measurement: a number of updates, and seconds after which no further update starts."""
 
 FEWEST_UPDATES = 4
-"""Two updates for the memory of a step, and two for its phases."""
+"""Fewest updates of a measurement: two for the memory of a step, and two for the phases of a step."""
 
 
 def costs_of(bench: Bench) -> dict[str, Any]:
-    """Return more fields of a ``Pace``, with the kept candidates, except for those that would take too long.
+    """Return more fields of a ``Pace``, with the kept candidates on. Fields that would take too long are left out.
 
     The fields are ``step_bytes``, ``phases``, ``exposed_ms``, those of ``rank_costs`` and, if the loader can be
     rewound, ``loader_per_second``.
@@ -39,7 +39,7 @@ def costs_of(bench: Bench) -> dict[str, Any]:
         told["loader_per_second"] = pace.samples_per_second / pace.load_fraction
     elif bench.rewindable:
         bench.rewind()
-        # A loader that fails here fails in training too, or has failed in its trial. Here its rate is only unknown.
+        # A loader that fails here also fails in training, or has failed in its trial. Only its rate stays unknown.
         with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception), job.spec.ranks.attempt():
             if _affords(bench, track.fewest_alone * pace.total_ms):
                 told["loader_per_second"] = track.alone()
@@ -65,7 +65,7 @@ def _phases(bench: Bench) -> Mapping[str, float]:
     synchronize(bench.job.spec.device)
     phases = bench.ranks.first(counter.total.phases)
     bench.rewind()
-    if phases is None:  # no phases on a GPU that this build has no code for
+    if phases is None:  # phases on a GPU require flatout's CUDA kernels
         return {}
     named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
     whole = phases.total

@@ -1,4 +1,4 @@
-"""Default budget: a share of the training that the measurements speed up."""
+"""Default budget of measurements, as a share of the training's duration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_SECONDS = 60.0
 """Upper limit of the default budget, in seconds."""
 
 SHARE = 0.1
-"""Share of the training's time that measurements may take."""
+"""Share of the training's duration that measurements may take."""
 
 COMPARED_UPDATES = 20
 """Updates of one comparison: seven for pace and noise, seven for a candidate, and three pairs of the race."""
@@ -40,7 +40,7 @@ def fewest_steps(batch_seconds: float, per_update: float = 1) -> int | None:
 
 
 def too_few(expected_steps: int, per_update: float = 1) -> bool:
-    """Return True if a training of so few batches pays for no comparison, however long a batch takes."""
+    """Return True if ``expected_steps`` batches pay for no comparison, for any duration of a batch."""
     return SHARE * expected_steps < COMPARED_UPDATES * per_update
 
 

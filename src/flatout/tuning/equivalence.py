@@ -23,18 +23,21 @@ UPDATES = 8
 """Number of updates whose losses are compared."""
 
 FEWEST_UPDATES = 2
-"""The same if updates are long: the second loss shows the effect of the first update."""
+"""Number of compared updates if updates are long. The second loss shows the effect of the first update."""
 
 BATCHES = 2
-"""Number of batches whose outputs are compared with an optimizer. Without one, all batches of the trials are."""
+"""Number of batches whose outputs are compared in a training with an optimizer.
+
+Without an optimizer, the outputs of all trial batches are compared.
+"""
 
 GRADIENT_SCALE = 1024.0
-"""Factor of the loss for gradients in fp16, at which most are normal numbers and none overflows."""
+"""Factor of the loss in fp16. With this factor, most gradients are normal numbers and none overflows."""
 
 LEEWAY = 3.0
 """Factor on the effect of rounding the weights.
 
-Rounding every activation changes results 1.3 to 1.7 times as much, in 2 to 16 residual blocks.
+In 2 to 16 residual blocks, rounding every activation changes results 1.3 to 1.7 times as much as rounding the weights.
 """
 
 
@@ -44,13 +47,12 @@ class Observed:
 
     Attributes:
         dtype: dtype of products.
-        outputs: outputs of the model, by name; empty with ``compute_loss``, which hides them. The losses then replace
-            the outputs. A model compiled with its loss also relies on the losses, because its outputs come from the
-            plain model.
+        outputs: outputs of the model, by name. ``compute_loss`` hides the outputs, so losses replace them. If a model
+            is compiled with its loss, the outputs come from the plain model, and only the losses show a difference.
         gradients: gradients of the first update or of the first batch's loss, by parameter name; empty in inference.
         losses: losses of successive updates; empty without updates.
-        blocks: a block for each update. If the forward or an update took longer than the limit, a block for this is
-            the last, and the rest was not run.
+        blocks: a block for each update. If the forward or an update takes longer than the limit, its block is the last
+            one, and the rest is not run.
     """
 
     dtype: torch.dtype | str
@@ -94,7 +96,7 @@ class Difference:
 def updates_have_gradients(job: Job) -> bool:
     """Return True if the gradients of an update can be read before the optimizer applies them.
 
-    Replayed steps do not stop there, and a loss scaler may scale them beyond the range of fp16.
+    Replayed steps do not stop before the update, and a loss scaler may scale gradients beyond the range of fp16.
     """
     spec, stepper = job.spec, job.stepper
     return spec.optimizer is not None and stepper.scaler is None and stepper.runner is EAGER
@@ -237,7 +239,7 @@ def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
 
 
 def _reads_gradients(job: Job, into: dict[str, Tensor]) -> PhaseOf:
-    """Return the phases of a step that copy the gradients before the update, unless ``into`` holds some."""
+    """Return phases for a step that copy the gradients to ``into`` before the update, if ``into`` is empty."""
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:

@@ -1,9 +1,10 @@
-"""Factorial trial: decides many factors together from blocks with random combinations of them.
+"""Factorial trial that decides many factors together, from blocks with random combinations of factors.
 
 A pair of neighboring blocks runs a random combination of the open factors and then its complement. The log ratio of
-both times is regressed on the differences of the factors, without an intercept. Every pair therefore informs about
-every factor, and slow drift cancels within a pair. Interactions of two factors cancel, too: each estimate is the
-effect of a factor averaged over the others (fold-over; Box, Hunter and Hunter, "Statistics for Experimenters", 2005).
+the two times is regressed on the differences of the factors, without an intercept. Every pair therefore informs about
+one factor of every open group, and slow drift cancels within a pair. Interactions of two factors cancel, too. Each
+estimate is the effect of a factor, averaged over the other factors (fold-over; Box, Hunter and Hunter, "Statistics for
+Experimenters", 2005).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EARLY = 3.2
 """Posterior standard deviations between an estimate and a limit that fix a factor before the end."""
 
 LATE = 2.2
-"""The same at the end."""
+"""Posterior standard deviations between an estimate and a limit that fix a factor at the end."""
 
 CHECK_EVERY = 2
 """Number of pairs between two tests of the estimates."""
@@ -42,15 +43,15 @@ class Estimate(NamedTuple):
     freedom: float
 
     def low(self, deviations: float) -> float:
-        """Return the lower bound that corresponds to so many standard deviations of a normal distribution."""
+        """Return the lower bound with the confidence of ``deviations`` standard deviations of a normal distribution."""
         return self.mean - self._half(deviations)
 
     def high(self, deviations: float) -> float:
-        """Return the upper bound; see ``low``."""
+        """Return the upper bound. See ``low``."""
         return self.mean + self._half(deviations)
 
     def _half(self, deviations: float) -> float:
-        """Return half the width with the quantile of Student's t, as approximated by Wallace (1959)."""
+        """Return half the width of the interval, with Wallace's approximation (1959) of the quantile of Student's t."""
         n = self.freedom
         z = deviations * (8 * n + 3) / (8 * n + 1)
         return self.deviation * math.sqrt(n * math.expm1(z * z / n))
@@ -63,7 +64,7 @@ class Factorial(Generic[Factor]):
         groups: alternatives of each technique, of which a combination has at most one.
         floor: noise of the baseline against itself.
         seed: seed of the combinations.
-        ranks: the ranks that decide together. Processors may round the regression differently, so rank 0's counts.
+        ranks: the ranks that decide together. The estimates of rank 0 count, because processors may round differently.
 
     Attributes:
         kept: factors that are fixed on.
@@ -115,13 +116,13 @@ class Factorial(Generic[Factor]):
         return sum(bool(row[self._columns[factor]]) for row in self._rows)
 
     def estimates(self) -> dict[Factor, Estimate]:
-        """Return the estimate of each factor: ridge regression, with the scale pooled from the noise floor."""
+        """Return the estimate of each factor by ridge regression. Noise floor and residuals give the scale."""
         rows = np.array(self._rows).reshape(-1, len(self._columns))
         gains = np.array(self._gains)
         variance, freedom = max(self._floor.scale, LEAST_SCALE) ** 2, float(self._floor.pairs)
         means, covariance = self._ridge(rows, gains, variance)
         residuals = gains - rows @ means
-        spent = len(self._columns) - np.trace(covariance) / PRIOR**2  # by the estimates
+        spent = len(self._columns) - np.trace(covariance) / PRIOR**2  # degrees of freedom that the estimates use
         left = max(0.0, len(gains) - spent)
         pooled = (freedom * variance + residuals @ residuals) / (freedom + left)
         variance, freedom = max(pooled, LEAST_SCALE**2), freedom + left
@@ -131,7 +132,7 @@ class Factorial(Generic[Factor]):
         return {factor: Estimate(float(means[i]), float(deviations[i]), freedom) for factor, i in self._columns.items()}
 
     def _ridge(self, rows: np.ndarray, gains: np.ndarray, variance: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return means and covariance of the posterior for a variance of a pair."""
+        """Return means and covariance of the posterior, if a pair has this variance."""
         information = rows.T @ rows / variance + np.eye(len(self._columns)) / PRIOR**2
         covariance = np.linalg.inv(information)
         return covariance @ rows.T @ gains / variance, covariance

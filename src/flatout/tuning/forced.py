@@ -1,4 +1,4 @@
-"""Warm-up of a forced candidate: it works, or the reason why not is known."""
+"""Warm-up of a forced candidate, which shows if the candidate works."""
 
 from __future__ import annotations
 

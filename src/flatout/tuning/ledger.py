@@ -1,4 +1,4 @@
-"""Ledger of decisions: the one record of all decisions about techniques."""
+"""Ledger: the record of all decisions about techniques."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Decision:
     Attributes:
         row: the technique's line in the report.
         ground: ground on which a technique is kept; None if it is not kept.
-        value: ``techniques={name: value}`` repeats the decision; a plan stores the value.
+        value: the value for which ``techniques={name: value}`` repeats the decision. A plan stores this value.
         candidate: the candidate to turn on; None for a loader, and for a rule that is built into ``Run``.
         is_open: True if the budget or the noise left the technique without a decision.
     """
@@ -41,14 +41,15 @@ class Decision:
 class Ledger:
     """Decisions in chronological order.
 
-    A technique may be decided again after others. The latest decision to keep it counts, else the latest of all.
+    A technique may be decided again after others. The latest decision that keeps a technique counts, or else the latest
+    decision about it.
     """
 
     _decisions: list[Decision] = field(default_factory=list)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All decisions, to return to them with ``reset``."""
+        """All decisions, for a later ``reset``."""
         return tuple(self._decisions)
 
     def add(self, decision: Decision) -> Row:
@@ -57,7 +58,7 @@ class Ledger:
         return self.row(decision.technique)
 
     def amend(self, row: Row) -> None:
-        """Replace the row of the decision that counts for its technique."""
+        """Replace the row of a technique, in the decision that counts."""
         counting = self._counting(row.technique)
         self._decisions = [replace(d, row=row) if d is counting else d for d in self._decisions]
 
@@ -97,11 +98,11 @@ class Ledger:
 
     @property
     def won(self) -> list[Decision]:
-        """Decisions of trials to keep a technique."""
+        """Decisions of trials that keep a technique."""
         return [d for d in self._decisions if d.ground == "trial"]
 
     def revert(self, decisions: Sequence[Decision], rejected: Callable[[Row], Row]) -> None:
-        """Replace decisions of trials to keep a technique by rejections.
+        """Replace decisions of trials that keep a technique with rejections.
 
         Args:
             decisions: decisions of this ledger.

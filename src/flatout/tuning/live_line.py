@@ -1,6 +1,6 @@
 """Line of text that is replaced in place, at a terminal or below the cell of a notebook.
 
-A line draws only when it is told to. The threads that redraw rich's live displays would disturb timed steps.
+Only a call draws the line, because the threads that redraw rich's live displays would disturb timed steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 
-from flatout.core.progress_setting import wants_progress
+from flatout.core.progress_setting import can_replace_lines, wants_progress
 from flatout.report.terminal import say
 
 _ERASE = "\r\x1b[2K"
-"""Carriage return and erase in line (ECMA-48)."""
+"""Control sequence: carriage return, and "erase in line" of ECMA-48."""
 
 
 class LiveLine(Protocol):
@@ -29,10 +29,10 @@ class LiveLine(Protocol):
         """Replace the line by ``text``."""
 
     def hide(self) -> None:
-        """Make room for other output until the next ``show``, if both would share a line."""
+        """Remove the line until the next ``show``, if other output would share the line."""
 
     def close(self, last: str) -> None:
-        """Remove the line for good. ``last`` takes its place if it cannot be removed."""
+        """Remove the line permanently. A line that cannot be removed is replaced by ``last``."""
 
 
 def live_line() -> LiveLine | None:
@@ -53,8 +53,7 @@ def live_line() -> LiveLine | None:
     console = Console(file=stream)
     if console.is_jupyter:
         return NotebookLine() if multiprocessing.parent_process() is None else None
-    # FORCE_COLOR makes a file a terminal for rich. A legacy console of Windows does not know control sequences.
-    if stream.isatty() and console.is_interactive and not console.legacy_windows:
+    if can_replace_lines(console):
         return TerminalLine(stream)
     return LogLines(stream) if is_wanted else None
 
@@ -62,8 +61,8 @@ def live_line() -> LiveLine | None:
 class NotebookLine:
     """Output of a cell that is replaced in place.
 
-    Widgets would need ipywidgets and leave nothing to read in a saved notebook. Output cannot be removed: clearing it
-    would also clear the user's.
+    Widgets would require ipywidgets, and would leave no text in a saved notebook. Output is never removed, because this
+    would also remove the user's output.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class NotebookLine:
             self._handle.update(data, raw=True)
 
     def hide(self) -> None:
-        """Do nothing, because other output has lines of its own."""
+        """Do nothing, because other output has separate lines."""
 
     def close(self, last: str) -> None:
         """Replace the output by ``last``, if there is any."""
@@ -92,11 +91,11 @@ class NotebookLine:
 
 
 LOG_SECONDS = 2.0
-"""Least seconds between two lines of a log. Shorter stages have none."""
+"""Least seconds between two lines of a log. A stage that ends earlier has no line."""
 
 
 class LogLines:
-    """Lines of a log, because no line can be replaced: one for each stage and candidate that takes a while.
+    """Lines of a log, for a stream whose lines cannot be replaced. Each long stage or candidate writes one line.
 
     Args:
         stream: standard error.
@@ -183,9 +182,9 @@ class TerminalLine:
             self._write(f"{_ERASE}{self._text}\r")
 
     def _write(self, text: str) -> None:
-        if os.getpid() != self._pid:  # in a fork, such as a loader's worker, which may live longer than the line
+        if os.getpid() != self._pid:  # a fork, such as a loader's worker, may live longer than the line
             return
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             self._stream.write(text)
             self._stream.flush()
 

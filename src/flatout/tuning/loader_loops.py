@@ -1,4 +1,4 @@
-"""Loops from two loaders in turns, and the record of a trial that compared them."""
+"""Loops over two loaders in turns, and the record of a trial that compared the loaders."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class LoaderComparison:
 class LoaderLoops:
     """Training from an old and from a new loader, in turns.
 
-    Each loop first empties its queue, and trains until its queue is filled as in a long training. It rests until the
-    other loop's workers have filled their queue, because they may slow down everything else. A stretch that follows one
-    of the same loop needs none of this.
+    After a change of loaders, a loop empties its queue. The loop then trains untimed until its queue is filled as in a
+    long training. The untimed part also lasts until the other loader's workers have filled their queue, because busy
+    workers may slow down everything else. A stretch right after a stretch of the same loop needs no such preparation.
 
     Args:
         old: the baseline.
@@ -54,7 +54,7 @@ class LoaderLoops:
         progress: shown between stretches.
         steps: batches of a stretch.
         limit: seconds after which a stretch ends early.
-        settle: untimed batches before each stretch; 0 for batches that take so long that caches do not matter.
+        settle: untimed batches before each stretch. Use 0 for batches that take so long that caches do not matter.
         busy: share of a core that one process keeps busy while it makes batches. Workers that compute slow down the
             step until they have filled their queue.
         on_for_new: candidates that are on only while ``new`` runs.

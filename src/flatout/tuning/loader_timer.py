@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         seconds: wall time.
-        waited: the part of it spent on waiting for batches.
+        waited: part of ``seconds`` spent on waiting for batches.
         samples: number of samples of all ranks.
         steps: number of batches.
         step_cpu: CPU seconds of this process between taking a batch and asking for the next one.
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 def pace_of(stretches: Iterable[Stretch]) -> Pace:
     """Return the means over the middle half of the stretches, by time, because outliers come from other processes.
 
-    A single stretch has no spread. Its updates stand for stretches then.
+    A single stretch has no spread, so the pace shows its updates in place of stretches.
     """
     stretches = tuple(stretches)
     ordered = sorted(stretches, key=lambda stretch: stretch.seconds / stretch.steps)
@@ -108,10 +108,10 @@ class LoaderTimer:
     def empty_queue(self) -> None:
         """Take the batches that were made during the other loader's turn, without training.
 
-        A full queue hides for many steps that a loader is slower than the step. From an empty queue, steps wait for
-        such a loader at once.
+        A full queue hides for many steps that a loader is slower than the step. With an empty queue, the steps wait for
+        a slow loader immediately.
         """
-        if self._is_started:  # a queue that was never filled is empty
+        if self._is_started:  # before the start, the queue is empty
             for _ in range(self.queue):
                 next(self._batches)
             self._is_empty = True
@@ -139,12 +139,12 @@ class LoaderTimer:
     def stretch(self, steps: int, limit: float = math.inf) -> Block:
         """Train for ``steps`` batches or more, or to the end of the update in which ``limit`` seconds are over.
 
-        Workers that keep up send a batch at any time, and others send their batches in rounds. A stretch therefore
-        lasts for whole rounds, or for the time of rounds if there are fewer batches in it.
+        Workers that are slower than the steps send their batches in rounds. A stretch therefore lasts for whole rounds
+        of batches, or for the time that whole rounds take.
 
         Returns:
-            A block whose only time is the mean of the batches. Waits for batches are rare and long, and a
-            quartile would hide them.
+            A block with a single time, the mean over the batches. A quartile would hide waits for batches, because
+            these are rare and long.
         """
         job, ranks = self._job, self._ranks
         rounds = math.ceil(steps / self._workers)
@@ -205,11 +205,11 @@ class LoaderTimer:
         while took < ALONE_SECONDS:
             samples += sum(batch_size_of(next(self._batches)) for _ in range(self._workers))
             synchronize(self._job.spec.device)
-            took = self._ranks.largest([time.perf_counter() - start])[0]  # an epoch begins on all ranks, or on none
+            took = self._ranks.largest([time.perf_counter() - start])[0]  # an epoch begins on all ranks or on none
         return self._ranks.total(samples) / took
 
     def discard(self) -> None:
-        """Forget the stretches so far, because they warmed up."""
+        """Discard the stretches so far, because they were a warm-up."""
         self._stretches.clear()
 
     @property
@@ -224,7 +224,7 @@ class LoaderTimer:
         return pace_of(self._stretches)
 
     def close(self) -> None:
-        """Close the loader's iterator, and so its workers or threads."""
+        """Close the loader's iterator, which ends its workers or threads."""
         self._batches.close()
 
 

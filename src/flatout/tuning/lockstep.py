@@ -1,4 +1,4 @@
-"""Lockstep of all ranks: a technique applies, and a candidate works, only if this holds on every rank."""
+"""Lockstep of all ranks: a technique applies or a candidate works only if it does so on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Labeled = TypeVar("Labeled", bound=_Labeled)
 
 @contextmanager
 def applies_on_all(ranks: Agreement) -> Iterator[None]:
-    """Run a block that fails if a technique does not apply.
+    """Run a block that fails if a technique does not apply, and let it fail on all ranks together.
 
     Raises:
         NotApplicable: the block failed on some of the ranks.
@@ -85,5 +85,5 @@ def same_candidates(ranks: Agreement, find: Callable[[], Sequence[Labeled]]) -> 
 
 
 def failure_of(ranks: Agreement, candidate: Candidate) -> str:
-    """Return why a candidate has stopped working on a rank; empty while it works on all."""
+    """Return the reason why a candidate stopped working on a rank; empty while it works on all ranks."""
     return next(filter(None, ranks.every(candidate.failure)), "")

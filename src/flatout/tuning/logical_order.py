@@ -1,4 +1,4 @@
-"""Random numbers of a step drawn in the logical order of elements, whatever their order in memory."""
+"""Dispatch mode that draws random numbers in the logical order of elements, for any memory format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class LogicalOrder(TorchDispatchMode):
     """Dispatch mode in which random operators work on contiguous copies of their arguments.
 
     torch draws in the order of memory, so the same seed gives an activation in channels_last another dropout mask.
-    Under this mode both memory formats get the same mask. Compiled code runs as without the mode, which cannot reach
-    the numbers that fused kernels draw.
+    Under this mode both memory formats get the same mask. Compiled code runs unchanged, because the mode cannot reach
+    the random numbers that fused kernels draw.
 
     Attributes:
-        drew: True once an operator drew under the mode.
+        drew: True after an operator has drawn random numbers under the mode.
     """
 
     supports_higher_order_operators = True
@@ -42,5 +42,5 @@ class LogicalOrder(TorchDispatchMode):
         result = func(*plain, **keywords)
         for given, copy, argument in zip(args, plain, func._schema.arguments, strict=False):
             if given is not copy and argument.is_write:
-                given.copy_(copy)  # torch returns the argument, whatever the mode returns
+                given.copy_(copy)  # torch returns the argument and ignores the mode's result
         return result

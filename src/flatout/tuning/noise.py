@@ -34,9 +34,9 @@ class Noise:
 
     Attributes:
         floors: spread of pairs of the baseline with itself, by the statistics that measure the work of an update. CPU
-            time does so on the CPU with one intra-op thread, because idle threads of OpenMP spin, and if most blocks
-            were never suspended to wait.
-        mean: spread of the mean wall time, with which a race compares blocks of any length.
+            time requires a training on the CPU with one intra-op thread, because idle OpenMP threads spin. It also
+            requires that at least half of the blocks never waited.
+        mean: spread of the mean wall time. A race compares blocks of any length by this time.
     """
 
     floors: Mapping[Statistic, NoiseFloor]

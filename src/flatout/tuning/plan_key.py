@@ -1,4 +1,4 @@
-"""Key of a cached plan: everything known before a search that its decisions depend on. Facts on it for the report."""
+"""Key of a cached plan: everything that is known before a search and that changes the decisions of the search."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ IRRELEVANT = (
     "TORCH_SHOW_CPP_STACKTRACES",
     "TRITON_CACHE_DIR",
 )
-"""Variables with these beginnings that name folders, logs, or how long to measure."""
+"""Beginnings of the names of variables that only set folders, logs, or the duration of measurements."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -71,8 +71,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def key_of(session: Session) -> dict[str, str]:
     """Return the fields of the key by name, so that a person can compare the keys of two starts.
 
-    No decision depends on the seed, the learning rate, the budget or the values of weights. Of the affinity only the
-    number of cores counts, because the schedulers of clusters assign other cores to each start.
+    No decision depends on the seed, the learning rate, the budget or the values of weights. The key contains the number
+    of usable cores but not their numbers, because cluster schedulers assign other cores to each start.
 
     Args:
         session: a prepared session, before its search.
@@ -100,9 +100,9 @@ def key_of(session: Session) -> dict[str, str]:
 
 
 def training_of(session: Session) -> dict[str, str]:
-    """Return facts on what was trained, by name. They are the same before and after the search.
+    """Return facts about the training, by name. The facts are the same before and after the search.
 
-    Data counts by its class, length and shapes. Its content is not read.
+    The facts about data are its class, length and shapes. The content of the data is not read.
 
     Args:
         session: a prepared session.
@@ -159,7 +159,7 @@ def _processes(spec: Spec) -> str:
 
 def _modes(device: torch.device) -> str:
     """Return the modes of this process that change dtypes or kernels."""
-    backends: Any = torch.backends  # its stubs lack some of these modules
+    backends: Any = torch.backends  # the stubs of torch.backends lack some of these modules
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
     products = (backends.cuda.matmul, mkldnn.matmul, cudnn.conv, mkldnn.conv)
     modes = {
@@ -187,7 +187,7 @@ def _code_of(spec: Spec, loader: Any) -> list[Any]:
 def _loader(loader: Any) -> str:
     try:
         length = str(len(loader))
-    except Exception:  # of the user's loader
+    except Exception:  # the user's loader may raise anything
         length = "unknown"
     facts = [_class_of(loader), f"length {length}"]
     if isinstance(loader, DataLoader):
@@ -197,7 +197,7 @@ def _loader(loader: Any) -> str:
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the optimizer's settings. Of a number only its type counts, unless the number is 0."""
+    """Return the optimizer's settings. The type of a number stands for the number, unless the number is 0."""
     if optimizer is None:
         return "none"
     shown = {name: _setting(value) for name, value in sorted(getattr(optimizer, "defaults", {}).items())}

@@ -1,8 +1,8 @@
 """Store of cached plans: one JSON file for each key, in the user's cache folder.
 
 Many processes may use the store at once: a file is replaced as a whole. The folder and its files must belong to this
-user, and only this user may write to the folder. Everything else is ignored without a word: a cache that cannot be used
-must not stop a training. ``Plan.load`` reads the files, too.
+user, and only this user may write to the folder. All other files are ignored silently, because an unusable cache must
+not stop a training. ``Plan.load`` reads the files, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatout.plan import Plan
 
 MOST_PLANS = 256
 MOST_BYTES = 4 << 20
-"""Limits of the store. Beyond one of them the plans that were not used for longest are deleted."""
+"""Limits of the store. Above either limit, the least recently used plans are deleted."""
 
 _KEY = "key"
 _NAME = re.compile(r"\.?[0-9a-f]{32}\.json(\..*)?")
@@ -29,7 +29,7 @@ _NAME = re.compile(r"\.?[0-9a-f]{32}\.json(\..*)?")
 
 
 def read_plan(key: Mapping[str, str]) -> Plan | None:
-    """Return the plan of a key, and count this as a use; None if there is none that can be trusted."""
+    """Return the plan of a key, or None if there is none that can be trusted. A read counts as a use."""
     path = _path(key)
     if path is None or not _is_private(path.parent):
         return None

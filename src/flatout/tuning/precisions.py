@@ -1,4 +1,4 @@
-"""Names of precisions: flatout's own, and those of torch, Lightning, accelerate and transformers."""
+"""Names of precisions in flatout, torch, Lightning, accelerate and transformers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ OTHER_NAMES = {
     "bf16": ("bfloat16", "bf16-mixed"),
     "fp16": ("float16", "half", "16", "16-mixed"),
 }
-"""Names that other libraries give to a precision of products. Precisions of the parameters, as "bf16-true", differ."""
+"""Names of the precision of products in other libraries.
+
+Names of a precision of the parameters, such as "bf16-true", are not accepted.
+"""
 
 _BY_NAME = {name: own for own in PRECISIONS for name in (own, *OTHER_NAMES.get(own, ()))}
 
 
 def precision_of(value: Any) -> str:
-    """Return flatout's name of a precision: ``torch.bfloat16``, ``"bf16-mixed"`` and ``"bf16"`` are ``"bf16"``.
+    """Return flatout's name of a precision, such as ``"bf16"`` for ``torch.bfloat16`` and ``"bf16-mixed"``.
 
     Raises:
-        ValueError: there is no such precision.
+        ValueError: ``value`` names no precision.
     """
     own = _BY_NAME.get(str(value).removeprefix("torch.").lower())
     if own is None:

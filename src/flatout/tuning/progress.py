@@ -28,13 +28,13 @@ class Progress:
     """Live line with the current stage, its candidate, and the seconds of the budget.
 
     Stages and candidates draw the line when they begin. ``refresh`` updates the seconds, and is called outside timed
-    regions. An error of the display ends the line and nothing else.
+    regions. An error of the display removes the line, and tuning continues.
 
     Args:
         line: the line; None shows nothing.
 
     Attributes:
-        budget: the budget to show; None while it is not settled.
+        budget: the budget to show; None before it is settled.
     """
 
     def __init__(self, line: LiveLine | None = None) -> None:
@@ -67,18 +67,18 @@ class Progress:
 
     def refresh(self) -> None:
         """Update the seconds, at most every ``REFRESH_SECONDS``."""
-        # A simulated perf_counter does not see monotonic.
+        # Simulations replace perf_counter, so this clock is a different one.
         if self._line is not None and time.monotonic() >= self._due:
             self._draw()
 
     @contextlib.contextmanager
     def ticking(self) -> Iterator[None]:
-        """Update the seconds from a thread inside the block, such as a compilation. Nothing is timed there."""
+        """Update the seconds from a thread inside the block, such as a compilation. The block must contain no pairs."""
         if self._line is None:
             yield
             return
         ended = threading.Event()
-        # An update from a copied context reaches the cell of a notebook that runs.
+        # A copy of the context directs the updates to the running cell of a notebook.
         tick = threading.Thread(target=contextvars.copy_context().run, args=(self._tick, ended), daemon=True)
         tick.start()
         try:
@@ -92,7 +92,7 @@ class Progress:
             self._draw()
 
     def close(self, last: str = "") -> None:
-        """Remove the line for good. In a notebook, ``last`` takes its place."""
+        """Remove the line permanently. In a notebook, ``last`` replaces the line."""
         line, self._line = self._line, None
         if line is not None:
             with contextlib.suppress(Exception):
@@ -108,7 +108,7 @@ class Progress:
                 line.show(self._text())
             else:
                 line.hide()
-        except Exception:  # of the terminal or the notebook
+        except Exception:  # the terminal or the notebook may raise anything
             self.close()
 
     def _text(self) -> str:
@@ -122,7 +122,7 @@ def own_progress() -> Progress:
     is_alone = world_size() == 1 and multiprocessing.parent_process() is None
     try:
         return Progress(live_line() if is_alone or (world_size() > 1 and is_first_rank()) else None)
-    except Exception:  # of an unusual stream in place of standard error
+    except Exception:  # standard error may be an unusual stream
         return Progress()
 
 
@@ -147,7 +147,7 @@ def log(text: str) -> None:
 
 
 def _decision(row: Row) -> str:
-    """Return a decision in words: ``mixed precision: kept bf16, +41 % (+38 … +44 %)``."""
+    """Return a decision as text, such as ``mixed precision: kept bf16, +41 % (+38 … +44 %)``."""
     chosen = formatting.clean(row.chosen)
     status = f"{row.status} {chosen}" if chosen else row.status
     return ", ".join([f"{formatting.clean(row.title)}: {status}", *gain_of(row.gain, row.gain_pairs)])

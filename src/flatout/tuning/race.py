@@ -1,4 +1,4 @@
-"""Race of the tuned loop against the original: only what is shown not to be slower stays."""
+"""Race of the tuned loop against the original loop, which reverts decisions that make the loop slower."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
 from flatout.tuning.verification import scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
-"""Limits of the number of pairs of a race. The time fixes the number, and never the gain."""
+"""Limits of the number of pairs of a race. The remaining time determines the number. The gain never does."""
 
 LARGE_GAIN, FEWEST_IF_LARGE = 1.5, 3
-"""Gain that is shown by trials before the race, and the fewest pairs of a race that repeats it or has long updates."""
+"""Gain above which fewer pairs of a race are enough, and the fewest pairs then.
+
+Trials must have shown the gain before the race. Long updates also allow fewer pairs.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,15 @@ class RaceResult:
 
 
 def race(bench: Bench) -> RaceResult:
-    """Time the original loop against the tuned loop, and revert decisions until the tuned loop is shown not slower.
+    """Time the original loop against the tuned loop, and revert decisions until the tuned loop is no slower.
 
-    A trial measures one technique, with those kept before it in use. The race measures the gain of all techniques
-    that won a trial. Kept techniques that won none, such as forced ones, are on in both loops. The techniques are
-    reverted one at a time, the one with the least certain gain first.
+    A trial measures one technique, while the techniques kept before it are on. The race measures the gain of all
+    techniques that won a trial. Kept techniques that won none, such as forced ones, are on in both loops. The race
+    reverts one technique at a time, and begins with the least certain gain. If no time is left for another race, the
+    race reverts all of them.
 
-    A trial of the only technique that won, a loader's, has compared the same two loops. It replaces a race for which no
-    time is left.
+    If only a loader won a trial, this trial has compared the same two loops. The trial then replaces the race, if no
+    time is left for the race.
     """
     budget = bench.budget
     if budget.seconds == 0:
@@ -80,7 +84,7 @@ def shortest_race(bench: Bench) -> float:
 
 
 def _fewest_pairs(bench: Bench) -> int:
-    """Return the fewest pairs of a race. Their number depends on earlier trials only, so its interval is valid."""
+    """Return the fewest pairs of a race. The number depends on earlier trials only, so the interval is valid."""
     gains = [decision.row.gain for decision in bench.ledger.won]
     shown = math.prod(gain.low for gain in gains if gain is not None)
     return FEWEST_IF_LARGE if shown > LARGE_GAIN or bench.update_seconds > LONG_UPDATE else FEWEST_PAIRS
@@ -141,12 +145,12 @@ def _statistic_and_floors(bench: Bench) -> tuple[Statistic, Mapping[Statistic, N
 
 @dataclass(frozen=True)
 class _Loops:
-    """Both loops, and the paces of what was measured.
+    """Original and tuned loop, and the paces of both.
 
     Attributes:
         old: measures the original loop.
         new: measures the tuned loop.
-        paces: returns the paces of both.
+        paces: returns the measured paces of both loops.
         computes_itself: True if no other thread or process makes batches.
     """
 
@@ -209,9 +213,10 @@ def _technique_of(decision: Decision) -> Technique:
 
 
 def _least_certain(won: Sequence[Decision]) -> Sequence[Decision]:
-    """Return the decision with the lowest lower end of its gain, and those that stand and fall with it.
+    """Return the group of decisions whose gain has the lowest lower bound.
 
-    The loader's decisions are one group, and so are the two of a pair, of which only the first has a gain.
+    The loader's decisions are one group. The two decisions of a pair are also one group, because only the first has a
+    gain.
     """
     groups: list[list[Decision]] = []
     for decision in won:
@@ -229,7 +234,7 @@ def _least_certain(won: Sequence[Decision]) -> Sequence[Decision]:
 def _revert(bench: Bench, decisions: Sequence[Decision], gain: Gain) -> None:
     """Turn off kept techniques, and reject them in the report.
 
-    Techniques that were tried with another number of samples, or that stop working, are reverted with them.
+    Techniques that were tried with another number of samples, or that stop working, are reverted, too.
     """
     why = f"helped alone, but the tuned loop was not shown to be as fast as the original: {gain.ratio:.2f}×"
 

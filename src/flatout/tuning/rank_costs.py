@@ -19,10 +19,10 @@ UPDATES = 4 * PAIRS
 
 
 def exposed_ms(bench: Bench) -> float | None:
-    """Return the milliseconds that averaging gradients adds to a step: its time with averaging, minus its time without.
+    """Return the milliseconds that averaging gradients adds to a step.
 
-    None if the gradients are not averaged during the backward, or if the budget is too small to measure this. The
-    result is kept until a decision changes the steps.
+    The result is the time of a step with averaging, minus its time without. The result is None if the gradients are not
+    averaged during the backward, or if the budget is too small. It is kept until a decision changes the steps.
     """
     stepper = bench.job.stepper
     if stepper.sync is None or not stepper.averages_in_backward:
@@ -41,7 +41,7 @@ def exposed_ms(bench: Bench) -> float | None:
 
 
 def rank_costs(bench: Bench) -> dict[str, Any]:
-    """Return more fields of a ``Pace``, with the kept candidates: ``ranks``, ``scaling``; none without other ranks."""
+    """Return the fields ``ranks`` and ``scaling`` of a ``Pace`` with the kept candidates; empty for a single rank."""
     if bench.job.stepper.sync is None:
         return {}
     block, times = bench.blocks(), bench.job.stepper.times
@@ -55,7 +55,7 @@ def rank_costs(bench: Bench) -> dict[str, Any]:
 
 
 def _alone(bench: Bench, i: int) -> float:
-    """Return the mean seconds of an update of rank 0 alone. The other ranks rest meanwhile."""
+    """Return the mean seconds of an update of rank 0 alone. The other ranks wait meanwhile."""
     device, updates = bench.job.spec.device, range(i, i + bench.updates_per_block)
     with bench.ranks.attempt() as message:
         seconds = 0.0

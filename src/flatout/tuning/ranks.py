@@ -1,4 +1,4 @@
-"""Ranks of a distributed training: which of them train together, and whether anything synchronizes them."""
+"""Ranks of a distributed training: the ranks that train together, and the synchronization of their models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world_size() -> int:
 
 
 def is_first_rank() -> bool:
-    """Return True in rank 0 of the process group, else of torchrun's ``RANK``, and in a training of one process."""
+    """Return True in rank 0 of the process group, or else of torchrun's ``RANK``. A single process is rank 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
@@ -47,7 +47,7 @@ class Parallel:
 
     Attributes:
         ranks: agreement with the ranks that train the same model. With several, the model becomes data-parallel.
-        device: device of this rank; None if that is not chosen here.
+        device: device of this rank; None if the user or the launcher chooses the device.
     """
 
     ranks: Agreement = ALONE
@@ -67,8 +67,8 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = T
         trains: False for inference. The ranks do not work together then.
 
     Raises:
-        ValueError: ``parallel`` is ``"ddp"``, but there is only one process, nothing is trained, or the model comes
-            distributed.
+        ValueError: ``parallel`` is ``"ddp"``, but there is only one process, nothing is trained, or the model is
+            distributed already.
     """
     has_group = dist.is_available() and dist.is_initialized()
     comes_wrapped = any(map(_is_wrapped, modules))
@@ -102,7 +102,7 @@ def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | N
     """Return a warning if nothing synchronizes the ranks' models; empty otherwise.
 
     Gradient hooks and hooks before the optimizer's step count as synchronization, because they may average gradients.
-    A user's own loop counts, too, because it may synchronize anywhere.
+    A user's own loop also counts as synchronization, because the loop may synchronize anywhere.
 
     Args:
         modules: the modules that are trained.
@@ -123,9 +123,10 @@ def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | N
 
 
 def why_not_measured(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> str:
-    """Return why a rank that trains on its own must not try anything; empty if it may.
+    """Return the reason against trials on a rank that trains alone; empty if the rank may run trials.
 
-    Each step of a model that comes synchronized waits for the same step of all ranks. Trials take other steps on each.
+    Each step of a model with its own synchronization waits for the same step of all ranks. Trials would run different
+    steps on each rank.
 
     Args:
         modules: the modules that are trained.

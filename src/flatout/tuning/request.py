@@ -16,7 +16,7 @@ from flatout.training.spec import LossWeight
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Arguments of :func:`flatout.optimize`, which documents each, and ``Spec.is_recorded``."""
+    """Arguments of :func:`flatout.optimize`, which documents them, and ``Spec.is_recorded``."""
 
     model: nn.Module
     loader: Iterable[Any]
@@ -53,12 +53,12 @@ class Request:
 
     @property
     def given_plan(self) -> Plan | str | Path | None:
-        """Plan that the user gave, which is applied to the letter; None if trials or the cache decide."""
+        """Plan that the user gave, which is applied exactly; None if trials or the cache decide."""
         return None if self.plan == CACHED else self.plan
 
     @property
     def run_step_arguments(self) -> dict[str, Any]:
-        """Arguments that were given, and that only ``run.step`` uses."""
+        """Given arguments that only ``run.step`` uses."""
         given = {
             "scheduler": self.scheduler,
             "max_grad_norm": self.max_grad_norm,
@@ -71,5 +71,5 @@ class Request:
 
     @property
     def measures(self) -> bool:
-        """True if trials may run. Only then a plan is read from the cache, or written to it."""
+        """True if trials may run. Otherwise, no plan is read from the cache or written to the cache."""
         return self.budget != 0 and self.given_plan is None

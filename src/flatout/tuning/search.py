@@ -51,7 +51,7 @@ class Outcome:
         after: pace of the tuned loop; None if not measured.
         gain: speed of the tuned loop relative to the original, from the race; None without a race.
         gain_statistic: the time that ``gain`` compares.
-        verdict: utilization of the device, and its limit, in words.
+        verdict: text about the utilization of the device, and about what limits it.
         peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
     """
 
@@ -97,7 +97,7 @@ def search(session: Session) -> Baseline:
 def _look_again(session: Session) -> None:
     """Try undecided techniques that look faster again with the time that is left, the most promising one first.
 
-    Each trial left time for all later techniques. They may have taken less.
+    Each trial left time for all later techniques, and these may have taken less time.
     """
     bench, ledger = session.bench, session.ledger
     undecided = [t for t in REGISTRY if isinstance(t, Measured) and t.name in ledger.undecided]
@@ -110,7 +110,7 @@ def _look_again(session: Session) -> None:
 
 
 def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
-    """Apply the requested batch size, settle the budget, and measure what no later stage can.
+    """Apply the requested batch size, settle the budget, and measure the original loop.
 
     Args:
         session: the session.
@@ -131,7 +131,7 @@ def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
 
 
 def confirm(session: Session, baseline: Baseline) -> Outcome:
-    """Race the tuned loop against the original, revert decisions that do not pay, and collect advice."""
+    """Race the tuned loop against the original, revert decisions that do not help, and collect advice."""
     bench = session.bench
     with session.stage("racing the tuned loop against the original"):
         has_won = bool(bench.ledger.won)
@@ -198,7 +198,7 @@ def _advise(technique: Advice, session: Session) -> Row:
         return ranks.first(row)
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
-    except Exception as error:  # of the user's code, which training has not run yet
+    except Exception as error:  # the user's code may fail, because training has not run this part yet
         return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
 
 

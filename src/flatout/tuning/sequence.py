@@ -1,9 +1,10 @@
 """Time-uniform confidence sequence of a gain, from paired blocks and the noise floor.
 
-The interval holds the true gain at all numbers of pairs together, so a trial may look after every pair and stop at any.
-It is the Gaussian mixture t sequence of Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian
-means with unknown variance" (2025), after Lai (1976). Pairs of the baseline with itself, whose mean is known to be 0,
-extend it. They give a scale before the first pair, so that two or three pairs decide large gains.
+The interval holds the true gain at all numbers of pairs together. So a trial may look at the interval after every pair,
+and stop at any pair. The sequence is the Gaussian mixture t sequence of Wang and Ramdas, "Anytime-valid t-tests and
+confidence sequences for Gaussian means with unknown variance" (2025), after Lai (1976). Pairs of the baseline with
+itself, whose mean is known to be 0, extend the sequence. Such pairs give a scale before the first pair of a trial, so
+that two or three pairs decide large gains.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEVEL = 0.05
-"""Probability that the sequence misses the truth at any number of pairs."""
+"""Probability that the interval misses the true gain at any number of pairs."""
 
 PRIOR_PAIRS = 1.0
 """Weight of the prior around no gain, in pairs: the variance of the mixture is that of a pair divided by this number.
 
-A smaller number narrows the interval of few pairs and widens that of many. On recordings 0.3 keeps more slower
-candidates and finds fewer gains of 5 %.
+A smaller number narrows the interval of few pairs and widens that of many. On recorded trials, 0.3 keeps more
+slower candidates and finds fewer gains of 5 %.
 """
 
 FEWEST_FOR_INTERVAL = 2
-"""Number of pairs that have an interval. A single stall in a single pair is not Gaussian."""
+"""Fewest pairs that have an interval. A stall in a single pair is not Gaussian."""
 
 LEAST_SCALE = 0.002
-"""Smallest standard deviation of a pair, in log time, whatever few pairs show."""
+"""Smallest standard deviation of a pair, in log time, even if a few pairs show less."""
 
 
 class Interval(NamedTuple):
@@ -96,7 +97,7 @@ class GainSequence:
 
     @property
     def interval(self) -> Interval:
-        """Interval of the log ratio; infinite while the pairs are too few for one."""
+        """Interval of the log ratio; infinite while there are too few pairs."""
         n = self._count
         freedom = self._floor.pairs + n - 1
         if n < FEWEST_FOR_INTERVAL or freedom <= 0:

@@ -71,21 +71,21 @@ class Session:
         parallel: part of this process in a training on several devices.
 
     Attributes:
-        loader: the user's loader, with a seed for each sample if requested; on several ranks, a slice of each batch.
+        loader: the user's loader, with a seed for each sample if requested. On several ranks, it yields slices.
         job: the training.
         ledger: the decisions so far.
         own_size: samples per batch of ``loader``.
         load_average: load average of the machine of rank 0 before the session.
-        cores: usable cores there.
+        cores: usable cores of the machine of rank 0.
         repeated: plan of the user or of the cache that the decisions repeat; None if trials decide.
-        retried: names of techniques that an earlier start left undecided, and this one tries again.
+        retried: names of techniques that an earlier start left undecided and that this start tries again.
         apart: warning that nothing synchronizes the ranks; empty otherwise.
         expected_steps: batches of ``loader`` that the training will take.
         notes: sentences for the report.
         progress: shows the current stage.
-        bench: measures the steps of the job; set by ``prepare``, like all below.
+        bench: measures the steps of the job. ``prepare`` sets this and all following attributes.
         taken: the batches for trials, from ``loader``.
-        fingerprint: of model, optimizer, device and first batch, for the plan.
+        fingerprint: fingerprint of model, optimizer, device and first batch, for the plan.
         first_step_fits: result of the first step.
         tuner: runs the trials.
     """
@@ -194,7 +194,7 @@ class Session:
         self.tuner = Tuner(self.bench, self.choices)
 
     def pause(self) -> None:
-        """Restore the training, with the kept candidates on, so that it can go on. ``resume`` continues the trials."""
+        """Restore the training with the kept candidates on, for its next steps. ``resume`` continues the trials."""
         self.bench.rewind(to_train=False)
         self.bench.state.restore_versions()
         self.close()
@@ -207,7 +207,7 @@ class Session:
         self.bench.begin(self._capture(), budget)
 
     def _capture(self) -> Snapshot:
-        """Return the present state, and forbid steps of optimizers that it does not hold until ``close``."""
+        """Return the present state. Until ``close``, optimizers that the state does not contain must not step."""
         spec = self.job.spec
         state = Snapshot.capture(
             spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
@@ -227,7 +227,7 @@ class Session:
         return self.bench.budget.seconds > 0 and self.request.measures and self.repeated is None
 
     def settle_budget(self) -> None:
-        """Set the default budget from the pace of the training. Call this when steps fit in memory."""
+        """Set the default budget from the pace of the training. Steps must fit in memory."""
         if self.request.budget is not None or not self.measures:
             return
         data, steps = self.job.data, self.expected_steps
@@ -272,7 +272,7 @@ class Session:
         return None if length is None else length * self.own_size * self._shards
 
     def close(self) -> None:
-        """Remove the live line, and allow optimizers that the snapshot does not hold to step again."""
+        """Remove the live line, and allow all optimizers to step again."""
         self._guard.close()
 
     def _default_steps(self) -> int:
@@ -323,7 +323,7 @@ class Session:
     def _take_batches(self) -> list[Any]:
         """Return the first batches, equally many on all ranks.
 
-        A loader that cannot be rewound replays its batches to the training.
+        If the loader cannot be rewound, the training gets these batches again from a buffer.
 
         Raises:
             ValueError: the loader yields no batch, no tensor, or an empty batch.

@@ -1,4 +1,4 @@
-"""Settling of the hidden DDP: buckets in the order of the gradients, after decisions that require a new DDP."""
+"""Settling of the hidden DDP: steps in which a new DDP puts its buckets in the order of the gradients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flatout.tuning.bench import Bench
 
 
 def settle(bench: Bench) -> None:
-    """Choose where gradients are kept, and take steps, by which DDP learns their order, and whether some are missing.
+    """Choose where gradients are kept, and run steps.
 
-    With more than two ranks the order changes the rounding of sums. So without these steps, a resumed training would
-    differ in its first update. A step that runs out of memory is left out, because later stages find parts of batches
-    that fit.
+    DDP learns in these steps the order of the gradients, and whether some gradients are missing. With more than two
+    ranks, the order changes the rounding of sums. Without these steps, a resumed training would therefore differ in its
+    first update. Out-of-memory errors are ignored, because later stages find parts of batches that fit.
     """
     job, sync = bench.job, bench.job.stepper.sync
     if sync is None:
         return
-    # This saves a copy of each gradient. A loop of the user's own may keep gradients longer than a step.
+    # Gradients in the buckets save a copy of each gradient. A user's own loop may keep gradients longer than a step.
     sync.options = replace(sync.options, gradient_as_bucket_view=not job.why_no_step)
     try:
         with bench.ranks.attempt():

@@ -1,4 +1,4 @@
-"""Search for the fastest number of samples to compute at once, in few trial steps and without out-of-memory errors."""
+"""Search for the fastest number of samples to compute at once, in few trial steps and with few out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def find(
     estimate is then the line to the size that was too large, if its bytes are known. Otherwise the estimate is the
     parabola, or quadratic growth while there are only two points.
 
-    *Guarantee.* Assume six probes, times without noise and known bytes. Then the choice has at least 95 % of the best
-    rate of all sizes that fit, in two cases:
+    *Guarantee.* With six probes, noiseless times and known memory, the choice has at least 95 % of the best rate of all
+    sizes that fit, in two cases:
 
     * all times are on one line;
     * a sample costs at least 1.5 times as much above one size. This size is between ``start / 4`` and ``16 * start``,
@@ -91,9 +91,9 @@ def find(
     more may also be too large if bytes are unknown or if more than ``resident`` stays.
 
     Args:
-        probe: runs trial steps with a number of samples. Returns None after an out-of-memory that it recovered from.
-            Called at most ``most_probes`` times, never twice with one size. The sizes are ``start``, ``largest``, sizes
-            below 8 and multiples of 8.
+        probe: runs trial steps with a number of samples. Returns None after an out-of-memory error, from which it has
+            recovered. Called at most ``most_probes`` times, never twice with one size. The sizes are ``start``,
+            ``largest``, sizes below 8 and multiples of 8.
         start: the user's own size, tried first.
         smallest: the smallest size allowed, >= 1.
         largest: the largest size allowed.
@@ -207,7 +207,7 @@ class _SizeSearch:
     # -- speed -------------------------------------------------------------------------------------------------
 
     def _faster(self) -> int | None:
-        """Return another size that may be faster, or None if none is expected to be."""
+        """Return another size that may be faster, or None if no size is expected to be faster."""
         if len(self._fitting) == 1:
             return self._second()
         curve = RateCurve.through(self._fitting)
@@ -258,7 +258,7 @@ class _SizeSearch:
         return gains
 
     def _below(self, curve: RateCurve) -> int | None:
-        """Return a smaller size whose samples may be enough cheaper to outweigh the overhead, or None."""
+        """Return a smaller size whose cheaper samples may outweigh the overhead, or None."""
         low, line = self._fitting[0].samples, curve.lines[0]
         wanted = max(line.samples(_SLOWEST * self._best), low / _FURTHEST)
         size = self._size(min(wanted, low / 2), up=True)

@@ -41,7 +41,7 @@ class Line:
     cost: float
 
     def rate(self, samples: int) -> float:
-        """Return the samples per second of steps with so many samples."""
+        """Return the samples per second of steps with ``samples`` samples."""
         return samples / (self.overhead + self.cost * samples)
 
     def samples(self, rate: float) -> float:
@@ -55,7 +55,7 @@ class RateCurve:
     """Model of the times of two or more probes: one line, or one line up to a cliff and one line above.
 
     Attributes:
-        lines: line at each probe, by increasing size; all have the same overhead.
+        lines: line at each probe, by increasing size. All lines have the same overhead.
         cliff: number of probes below the cliff, 0 without a cliff.
         error: largest relative error of a time.
     """
@@ -80,12 +80,12 @@ class RateCurve:
 
     @classmethod
     def _fitted(cls, probes: Sequence[Probe], cliff: int) -> RateCurve:
-        """Return the curve with this cliff that minimizes the squares of the relative errors."""
+        """Return the curve with this cliff that minimizes the sum of squared relative errors."""
         samples = np.array([probe.samples for probe in probes])
         seconds = np.array([probe.seconds for probe in probes])
         before = np.arange(len(probes)) < cliff
         costs = [samples * before, samples * ~before] if cliff else [samples]
-        has_overhead = len(probes) > len(costs)  # two times with a cliff between do not determine the overhead
+        has_overhead = len(probes) > len(costs)  # one time on each side of a cliff does not determine the overhead
         overhead, *found = _weights(np.stack([np.full(len(probes), has_overhead), *costs], 1) / seconds[:, None])
         lines = tuple(Line(overhead, found[0] if i < cliff else found[-1]) for i in range(len(probes)))
         errors = [abs(probe.rate / line.rate(probe.samples) - 1) for probe, line in zip(probes, lines, strict=True)]

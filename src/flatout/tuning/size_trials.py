@@ -1,4 +1,4 @@
-"""Trial steps with other batch sizes, and the memory limit for them."""
+"""Trial steps with other batch sizes, and the memory limit of these steps."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ TIMED = 2
 
 
 class SizeTrials:
-    """Trial steps on batches of any size, made from the job's samples: one update each, computed whole.
+    """Trial steps on batches of any size, made from the job's samples.
 
-    The steps change the training state, which the caller restores.
+    Each step is one update on a whole batch. The steps change the training state, which the caller restores.
 
     Args:
         job: the training, with an optimizer and at least one batch.
@@ -51,7 +51,7 @@ class SizeTrials:
         self._job = job
 
     def find(self, start: int, *, smallest: int, largest: int) -> Found:
-        """Return the fastest batch size within memory, in fewer than 20 steps; see :func:`find`."""
+        """Return the fastest batch size within memory, in fewer than 20 steps. See :func:`find`."""
         with self._job.stepper.whole_updates():
             self._stepping(self._batch(smallest))()  # the first step creates gradients and optimizer state
         return find(
@@ -93,9 +93,7 @@ class SizeTrials:
     def most_that_fit(self, most: int) -> int | None:
         """Return the largest number of samples that fits in memory; None if one sample does not fit.
 
-        The number is predicted from a small step.
-
-        Speed is not considered.
+        The number is predicted from a small step. Speed is not considered.
         """
         samples = most
         while not self.fits(samples := max(1, samples // 8)):

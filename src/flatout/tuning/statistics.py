@@ -1,4 +1,4 @@
-"""Gain from a number of pairs that is fixed before the first."""
+"""Gain from a number of pairs that is fixed in advance."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ MUCH_NOISIER = 1.5
 def fixed_gain(differences: Sequence[float], floor: NoiseFloor = UNKNOWN_NOISE) -> Gain:
     """Return the geometric mean of paired ratios with its 95 % t interval.
 
-    The interval is valid only if nothing in the pairs decided when to stop. The noise floor adds its degrees of
-    freedom, unless the pairs are much noisier. The scale is never below the spread of the pairs, nor below the scale
-    that is pooled from both. Few pairs that agree by chance, or miss rare pauses, have no narrow interval therefore.
+    The interval is valid only if the measured times do not determine the number of pairs. The noise floor adds its
+    degrees of freedom, unless the pairs are much noisier. The scale is never below the spread of the pairs, nor below
+    the scale that is pooled from pairs and noise floor. So a few pairs that agree by chance, or that miss rare pauses,
+    do not give a narrow interval.
 
     Args:
         differences: log ratio of baseline time to candidate time, one per pair.
         floor: spread of the same statistic, for pairs of the baseline with itself.
 
     Raises:
-        ValueError: fewer than two pairs.
+        ValueError: there are fewer than two pairs.
     """
     pairs = len(differences)
     if pairs < 2:

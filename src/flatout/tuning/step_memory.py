@@ -20,7 +20,8 @@ def step_memory(
     On CUDA the caching allocator counts the bytes, on the CPU torch's profiler.
 
     Args:
-        step: runs twice. The second run counts, after gradients and optimizer state exist.
+        step: a function that runs a step. It runs twice, and the second run counts, because the first run creates
+            gradients and optimizer state.
         device: where the step runs.
         is_warm: True if gradients and optimizer state exist. Then the step runs once.
         ranks: the ranks that run the step. The largest memory counts.

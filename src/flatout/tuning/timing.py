@@ -19,7 +19,7 @@ except ImportError:  # on Windows
 
 
 def seconds(work: Callable[[], object], device: torch.device, ranks: Agreement = ALONE) -> float:
-    """Wall time of ``work()`` with everything that it queued on the device, on the slowest rank."""
+    """Return the seconds that ``work()`` and its operations on the device take on the slowest rank."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -36,9 +36,9 @@ def synchronize(device: torch.device) -> None:
 def timed_block(
     update: Callable[[int], object], updates: range, device: torch.device, ranks: Agreement = ALONE
 ) -> Block:
-    """Run ``update`` for each number in ``updates``, and return their times on the slowest rank of each.
+    """Run ``update`` for each number in ``updates``, and return the times. Each time is that of the slowest rank.
 
-    On a GPU the times lie between events on the current stream. The block waits for the GPU only at its ends.
+    On a GPU, events on the current stream measure the times. The block waits for the GPU only at its start and end.
     """
     synchronize(device)
     before, cpu = _waits(), time.process_time()

@@ -27,7 +27,7 @@ NO_SLOWER = 0.98
 FEWEST_UNDECIDED = 3
 """Number of pairs from which a trial may end undecided at its soft deadline.
 
-They show a factor of two in moderate noise.
+In moderate noise, three pairs show a gain of a factor of two.
 """
 
 MOST_PAIRS = 200
@@ -47,15 +47,15 @@ def measure_pairs(
 ) -> Iterator[Pair]:
     """Yield pairs without end, each in random order.
 
-    Alternating orders cancel linear drift, but resonate with periodic disturbances: beside thermal steps, an interval
-    of 12 alternating pairs of 2 s may hold the truth in 57 % (benchmarks/decisions_noise.py). The same random order in
-    every trial would resonate, too.
+    Alternating orders cancel linear drift, but resonate with periodic disturbances. One example is thermal throttling,
+    simulated in benchmarks/decisions_noise.py. The 95 % interval of 12 alternating pairs with steps of 2 s holds a gain
+    of 2 in only 57 % of the races. The same random order in every trial would resonate, too.
 
     Args:
         baseline: measures block ``i`` of the baseline.
         candidate: measures block ``i`` of the candidate.
-        alternates: True to begin with the baseline, and each other pair with the configuration that the last pair
-            ended with. This halves the number of changes, which for workers with a queue take longer than the blocks.
+        alternates: True to begin each pair with the configuration that ended the last pair, and the first pair with the
+            baseline. This halves the number of changes. For workers with a queue, a change takes longer than a block.
         ranks: the ranks that measure the pairs together, in the order of rank 0.
     """
     order = random.Random(ranks.first(next(_seeds)))
@@ -74,7 +74,7 @@ class PairedTrial:
     Args:
         noise: noise of the baseline against itself.
         keeps_cpu_time: True if the candidate's CPU time is comparable with the baseline's.
-        has_other_merits: True if the candidate needs only be no slower, because it saves memory or cores.
+        has_other_merits: True if being no slower is enough for the candidate, because it saves memory or cores.
         ranks: the ranks that measure the pairs together.
     """
 
@@ -112,7 +112,7 @@ class PairedTrial:
         Args:
             baseline: measures block ``i`` of the baseline.
             candidate: measures block ``i`` of the candidate, on the same batches.
-            soft: ``Agreement.now()`` after which a close call continues only if ``hard`` leaves enough time for it.
+            soft: ``Agreement.now()`` after which an undecided trial continues only if it may end before ``hard``.
             hard: ``Agreement.now()`` after which no pair starts.
             fewest: number of pairs that the time does not limit.
             alternates: as in ``measure_pairs``.
@@ -144,7 +144,7 @@ class PairedTrial:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict of the pairs so far. "faster" means fast enough to keep, and "not faster" not worth it."""
+        """Verdict of the pairs so far. "faster" means fast enough to keep, "not faster" means not worth more pairs."""
         gain = self.gain
         if gain.low > self._keep_above:
             return "faster"

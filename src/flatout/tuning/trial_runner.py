@@ -1,4 +1,4 @@
-"""Runner of trials: any error of a candidate is a reason to reject it."""
+"""Runner of trials. Any error of a candidate is a reason to reject the candidate."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
 from flatout.tuning.verification import is_verified, scale_of, verify
 
 HOPELESS_WARM_UP = 2.0
-"""Seconds of a warm-up above which its own steps tell that a candidate without setup is hopeless.
+"""Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
 
-A warm-up also loads libraries and starts threads. 16-bit arithmetic in software can take a hundred times a step.
+A slower candidate is hopeless. A warm-up also loads libraries and starts threads. Emulated 16-bit arithmetic can make a
+step a hundred times slower.
 """
 
 
 def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
-    """Run a trial, and return one without a gain if it fails.
+    """Run a trial. If it fails, return a trial without a gain.
 
     Raises:
         NotApplicable: the trial found that its technique does not apply.
@@ -78,7 +79,7 @@ class Screening:
 
     @property
     def is_hopeless(self) -> bool:
-        """True if the pair is enough: emulated 16-bit arithmetic can be ten times slower."""
+        """True if the first pair rejects the candidate. Emulated 16-bit arithmetic can be ten times slower."""
         baseline, candidate = self.pair
         return candidate.time("wall") > HOPELESS * baseline.time("wall")
 
@@ -86,13 +87,13 @@ class Screening:
 def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Screening:
     """Warm a candidate up, time one block, and compare its numerics with the baseline's unless it is hopeless.
 
-    A warm-up without setup that takes seconds too long is the block. Long updates are timed while their numerics are
-    compared. They need no warm-up unless the candidate compiles or records code.
+    If a candidate without setup is hopeless in its warm-up, the time of the warm-up replaces the block. Long updates
+    are timed while their numerics are compared, and need a warm-up only if the candidate compiles or records code.
 
     Args:
         bench: the training.
         candidate: a candidate of one technique, or of a pair.
-        techniques: the techniques. All their checks of numerics apply.
+        techniques: the techniques of the candidate. The numerical checks of all of them apply.
     """
     setup, pair, verification = 0.0, None, None
     has_setup = not all(technique.is_combinable for technique in techniques)
@@ -127,7 +128,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
 
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
-    """Time steps with a candidate against steps with the kept candidates only; see ``screen`` for the arguments."""
+    """Time steps with a candidate against steps with the kept candidates only. Arguments are those of ``screen``."""
     job, scale, to_record = bench.job, scale_of(candidate), candidate.steps_to_record
     first = screen(bench, candidate, techniques)
     if first.is_hopeless or first.trial.failure:
@@ -163,7 +164,7 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
         pairs=timed.pairs,
         failure=failure_of(bench.ranks, candidate),
     )
-    if scale != 1.0:  # a larger batch takes more memory, and its first step is no set-up
+    if scale != 1.0:  # a larger batch takes more memory, and its first step is no setup
         return trial
     trial = replace(trial, baseline_bytes=memory[0], candidate_bytes=memory[1])
     saved = (trial.baseline_ms - trial.candidate_ms) / 1e3
@@ -181,7 +182,7 @@ def loader_trial(
         bench: the training.
         candidate: the loader to try.
         found: receives the comparison, with the loader that ``candidate`` makes.
-        has_other_merits: True if the candidate needs only be no slower.
+        has_other_merits: True if being no slower is enough for the candidate.
     """
     job = bench.job
     bench.rewind()
@@ -193,7 +194,7 @@ def loader_trial(
         noise = bench.loader_noise(old)
         paired = PairedTrial(noise, has_other_merits=has_other_merits, ranks=bench.ranks)
         begun = bench.ranks.now()
-        # The trial of the only technique that wins can replace the race, and so may take its time.
+        # The trial of the only technique that wins can replace the race, so this trial may take the race's time.
         deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
         paired.run(old, new, *deadlines, fewest=FEWEST_UNDECIDED, alternates=bench.is_slow)
         pair_seconds = (bench.ranks.now() - begun) / len(paired.pairs)

@@ -1,4 +1,4 @@
-"""Tuner: decides the checklist, technique by technique, by choice or by a trial."""
+"""Tuner that decides each technique, by a choice or by a trial."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Tuner:
-    """Decides techniques on a bench, and records each decision in its ledger. Trials leave no trace.
+    """Tuner that decides techniques and records each decision in the ledger. Trials leave the state unchanged.
 
     Args:
         bench: the training.
@@ -55,8 +55,8 @@ class Tuner:
     def decide(self, technique: Measured) -> Row:
         """Decide one technique, and return its row. A kept candidate stays on.
 
-        A technique that another's trial has decided is not decided again. A size is searched again, because the best
-        size depends on later decisions.
+        A technique that the trial of another technique has decided is not decided again. A size is searched again,
+        because the best size depends on later decisions.
 
         Raises:
             ValueError: the technique is forced and cannot be kept, or the decision disagrees with a plan.
@@ -78,7 +78,7 @@ class Tuner:
         return row
 
     def may_try(self, technique: Measured) -> bool:
-        """Return True if the technique applies, and no choice or reason speaks against a trial."""
+        """Return True if the technique applies, no choice decides it, and there is no reason against a trial."""
         try:
             self._check(technique)
         except (NotApplicable, Unsuitable):
@@ -88,7 +88,7 @@ class Tuner:
     def seconds_for(self, technique: Measured) -> float:
         """Return the estimated seconds to try a technique, or 0 if the technique is decided or no trial may begin.
 
-        A trial that does not fit takes the rest of the budget.
+        The estimate of a long trial is the rest of the budget.
         """
         bench = self._bench
         if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
@@ -149,7 +149,7 @@ class Tuner:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _required(self, technique: Measured) -> StepTechnique | None:
-        """Return the technique that this one requires, or None if that technique is on or nothing is required."""
+        """Return the technique that this one requires; None if the required one is on or none is required."""
         name = technique.requires if isinstance(technique, StepTechnique) else ""
         required = next((t for t in REGISTRY if t.name == name), None)
         assert required is None or isinstance(required, StepTechnique)
@@ -177,7 +177,7 @@ class Tuner:
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 
     def _why_not_try(self, technique: Measured) -> str:
-        """Return why no trial of an applicable technique begins; empty if one may."""
+        """Return the reason against a trial of an applicable technique; empty if a trial may begin."""
         job, budget, bench = self._bench.job, self._bench.budget, self._bench
         if budget.seconds == 0:
             return "nothing is measured without a budget"
@@ -209,7 +209,7 @@ class Tuner:
         return ""
 
     def _may_replace_race(self, technique: Measured) -> bool:
-        """Return True if a trial can replace the race: it compares whole loops, and the older one is the original."""
+        """Return True if a trial can replace the race, because it compares whole loops, and the old one is original."""
         return isinstance(technique, LoaderTechnique) and not self._bench.ledger.won
 
     # Techniques of the step
@@ -260,7 +260,7 @@ class Tuner:
         try:
             with ranks.attempt():
                 found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
-        except Exception as error:  # of the user's code, which may accept one size only
+        except Exception as error:  # the user's code may accept only one size
             raise NothingBetter(f"other sizes fail: {formatting.first_line(error)}") from error
         reason = found.reason if ranks.size == 1 else f"on each rank, {found.reason}"
         if found.samples is None or found.samples == now:
@@ -290,7 +290,7 @@ class Tuner:
     # Techniques that save memory
 
     def _decide_memory(self, technique: Measured) -> Row:
-        """Keep a technique if it makes room for larger parts of batches that are faster."""
+        """Keep a technique if it makes room for larger parts of batches, and if larger parts are faster."""
         bench, job = self._bench, self._bench.job
         assert isinstance(technique, StepTechnique)
         size = job.stepper.micro_batches.size
@@ -304,7 +304,7 @@ class Tuner:
             try:
                 with bench.ranks.attempt(), candidate:
                     parts = parts_that_fit(job) or BATCH_SIZE.whole(job)
-            except Exception as error:  # of the model, which may not allow the change
+            except Exception as error:  # the model may not allow the change
                 failure = formatting.first_line(error)
                 continue
             if (parts.micro_batch or math.inf) > size:
@@ -367,6 +367,6 @@ def _why_nothing_to_save(technique: Measured, pace: Pace) -> str:
 
 
 def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> Row:
-    """Return a row with the findings of the search for the candidate ``best[1]``."""
+    """Return a row with the findings of the search that led to the candidate ``best[1]``."""
     finding = technique.found(best[1]) if best else ""
     return replace(row, why=f"{row.why}; {finding}") if finding else row

@@ -1,4 +1,4 @@
-"""Verification of a candidate's numerics against the baseline's, in updates whose time counts, too."""
+"""Verification of a candidate's numerics against the baseline's. The times of its updates are used, too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Verification:
     """Result of a verification.
 
     Attributes:
-        differences: of outputs, gradients and losses. Empty if the candidate was too slow to finish, or if the job has
-            nothing to compare.
+        differences: differences of outputs, gradients and losses. Empty if the candidate was too slow to finish, or if
+            the job has nothing to compare.
         pair: the last update without and with the candidate; None without updates.
     """
 
@@ -42,12 +42,12 @@ class Verification:
 
     @property
     def failure(self) -> str:
-        """Differences above their limits, in words; empty if there are none."""
+        """Text about the differences above their limits; empty if there are none."""
         return "; ".join(str(difference) for difference in self.differences if difference.fails)
 
 
 def is_verified(candidate: Candidate, techniques: Sequence[StepTechnique]) -> bool:
-    """Return True if a candidate's numerics are compared. Steps with other samples have other outputs."""
+    """Return True if a candidate's numerics are compared. Steps with another number of samples have other outputs."""
     return any(technique.is_verified for technique in techniques) and scale_of(candidate) == 1.0
 
 
@@ -64,7 +64,7 @@ def verify(
     Args:
         bench: the training.
         candidate: a candidate of one technique, or of several.
-        techniques: the techniques. All their checks apply.
+        techniques: the techniques of the candidate. The checks of all of them apply.
         limit: seconds of an update with the candidate after which the comparison ends without a result.
     """
     if not is_verified(candidate, techniques):

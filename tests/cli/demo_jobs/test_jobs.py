@@ -1,4 +1,4 @@
-"""The demo's data is what it says, and its models learn."""
+"""Data of the demo has the documented properties, and the models of the demo learn."""
 
 import hashlib
 
@@ -96,12 +96,12 @@ def test_turns_change_nothing_about_a_training(monkeypatch: pytest.MonkeyPatch) 
 
 def test_digits_model_learns() -> None:
     outcome = naive(JOBS["digits"]("quick"), 4)
-    assert outcome.metrics["accuracy"] > 0.8  # one in ten by chance
+    assert outcome.metrics["accuracy"] > 0.8  # one in ten is expected by chance
 
 
 def test_gpt_model_learns() -> None:
     outcome = naive(JOBS["gpt"]("quick"), 2)
-    assert outcome.metrics["loss"] < 4.0  # ln 256 = 5.5 by chance; about 3 for letter frequencies alone
+    assert outcome.metrics["loss"] < 4.0  # ln 256 = 5.5 by chance, about 3 by letter frequencies alone
 
 
 def test_naive_training_takes_every_sample_of_every_epoch() -> None:

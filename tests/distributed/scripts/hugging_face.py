@@ -1,4 +1,7 @@
-"""A small GPT-2 of transformers, whose batches are mappings and whose output has the loss. Knows nothing of ranks."""
+"""Training script for a small GPT-2 of transformers, without code for ranks.
+
+Batches are mappings, and the model's output contains the loss.
+"""
 
 import sys
 

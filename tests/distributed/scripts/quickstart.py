@@ -1,4 +1,4 @@
-"""The README's loop: a classifier of tensors. Knows nothing of ranks."""
+"""README's loop: a classifier of tensors, without code for ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A training that saves checkpoints, and a rank that is killed at a random moment of each of the first attempts.
+"""Training with checkpoints, of which one rank is killed at a random moment in each of the first attempts.
 
 Arguments: folder, number of epochs, seed of the moments, and number of attempts with a kill.
 """
@@ -22,7 +22,7 @@ ranks = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Samples(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that take a while, so that a training lasts seconds."""
+    """Samples that take time to load, so that a training lasts seconds."""
 
     def __init__(self) -> None:
         self.x = torch.randn(90, 8, generator=torch.Generator().manual_seed(1))
@@ -55,7 +55,7 @@ last, plain_step = int(os.environ.get("LAST_STEP", "0")), run.step
 
 
 def step(batch):
-    """Record the samples, and at a given step ask for the end, as a scheduler does."""
+    """Record the samples, and request termination at a given step, as a scheduler does."""
     share = getattr(run.loader, "share", None)
     if share is None or share.own:
         with (folder / f"seen-{ranks}-{rank}").open("a") as file:

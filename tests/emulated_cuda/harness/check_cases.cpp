@@ -23,10 +23,11 @@ struct CheckTest {
   Norm norm = Norm::kTwo;
   bool rewrites = false;
   double inv_scale = 0.5, max_norm = -1;
-  double bad = 0;  // the last gradient of all, unless 0
+  double bad = 0;  // value of the last gradient; 0: no change
   std::size_t misalignment = 0;
   bool scale_is_double = false, is_wide = true, has_own_counter = false;
-  // Updates since the last change of the loss scale, which grows after 3. < 0: inv_scale is given.
+  // Updates since the last change of the loss scale, which grows after 3. < 0: no loss scale, inv_scale is
+  // given.
   int32_t growth_tracker = -1;
   int device = 0;
 
@@ -129,7 +130,7 @@ bool is_near(double got, double expected, double error) {
          std::abs(got - expected) <= error * std::abs(expected);
 }
 
-// The next loss scale, by the documentation of torch.amp.GradScaler.
+// Checks the next loss scale by the documentation of torch.amp.GradScaler.
 void check_next_scale(const CheckTest& test, bool is_finite, const Regions& after, Report& report) {
   const auto scale = static_cast<float>(1 / test.inv_scale);
   const bool grows = is_finite && test.growth_tracker + 1 == kGrowthInterval;
@@ -143,7 +144,7 @@ void check_next_scale(const CheckTest& test, bool is_finite, const Regions& afte
   report.expect(*elements<char>(after[kSkipped]) == (is_finite ? 0 : 1), "skipped is wrong");
 }
 
-// The verdict and the gradients by plain loops in double.
+// Checks the verdict and the gradients by plain loops in double.
 template <class... Ts>
 void check_definition(const CheckTest& test, const Regions& before, const Regions& after, Report& report) {
   double norm = 0;
@@ -230,7 +231,7 @@ void run_write(std::size_t bytes, Report& report) {
   const Memory memory({region_of(std::vector<char>(bytes))}, Memory::Place::kDevice);
   launch_write(memory.at(0), source.data(), bytes, stream);
   const std::vector<char> expected =
-      std::exchange(source, std::vector<char>(bytes));  // the host frees them at once
+      std::exchange(source, std::vector<char>(bytes));  // the host may change them at once
   stream.synchronize();
   report.expect(memory.read()[0].bytes == expected, "the bytes differ");
 }

@@ -7,7 +7,8 @@
 
 namespace harness {
 
-// A decade (0.1, 1] x 10^k has 2^e bins, and a code stands for a bin's middle.
+// Returns the multiples of all codes, in ascending order. A decade (0.1, 1] x 10^k has 2^e bins, and a code
+// stands for the middle of a bin.
 inline std::vector<double> multiples_of_codes(bool has_sign) {
   std::vector<double> multiples{0, 1};
   for (int decade = 0; decade < 7; ++decade) {

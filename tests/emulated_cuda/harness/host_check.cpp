@@ -11,8 +11,8 @@ using namespace flatout;
 
 namespace {
 
-// Sum over the lanes of a warp in lane 0. A lane past the end reads its own value, as with
-// __shfl_down_sync.
+// Returns the sum over the lanes of a warp, as lane 0 has it. A lane that would read past the end reads its
+// own value, as with __shfl_down_sync.
 template <Norm kNorm>
 Partial warp_sum(const Partial* lanes) {
   Partial lane[32];
@@ -24,7 +24,7 @@ Partial warp_sum(const Partial* lanes) {
   return lane[0];
 }
 
-// Calls share(thread) for the threads of a block.
+// Returns the sum of share(thread) over the threads of a block.
 template <Norm kNorm, class Share>
 Partial block_sum(const Share& share) {
   Partial threads[kThreads], warps[32] = {};

@@ -1,4 +1,5 @@
-// intrinsic_cases.cpp: compares operations on a device with the host's, and with NVIDIA's code for the host.
+// intrinsic_cases.cpp: compares operations on a device with operations on the host, and with NVIDIA's code
+// for the host.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -17,7 +18,7 @@ using flatout::detail::bit_cast;
 
 namespace {
 
-constexpr uint32_t kLargest = (1u << 31) - 1;  // that a Divisor accepts
+constexpr uint32_t kLargest = (1u << 31) - 1;  // largest number that a Divisor accepts
 
 uint32_t half_bits(__half value) { return __half_as_ushort(value); }
 uint32_t bfloat_bits(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
@@ -114,7 +115,7 @@ std::vector<Operands> bytes() {
   return all;
 }
 
-// Words with random bits in `mask`, and the bits of `set`.
+// Returns words with random bits in `mask`, and the bits of `set`.
 std::vector<Operands> random_words(std::size_t count, uint32_t mask = ~0u, uint32_t set = 0) {
   std::mt19937 random(3);
   std::vector<Operands> all(count);

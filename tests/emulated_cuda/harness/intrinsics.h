@@ -23,7 +23,8 @@ struct Operands {
   uint32_t a, b, c;
 };
 
-// The operations, on words of 32 bits. A float is its bits. The first of two 16-bit results is the low half.
+// Returns the result of an operation on words of 32 bits. Floats are passed as their bits. The first of two
+// 16-bit results is the low half.
 FLATOUT_HD uint32_t result_of(Operation operation, const Operands& x, const flatout::Divisor& divisor) {
   using flatout::detail::bit_cast;
   const float a = bit_cast<float>(x.a), b = bit_cast<float>(x.b), c = bit_cast<float>(x.c);

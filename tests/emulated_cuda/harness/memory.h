@@ -24,7 +24,8 @@ const T* elements(const Region& region) {
   return reinterpret_cast<const T*>(region.bytes.data());
 }
 
-// A copy of regions. Each of a few regions on a device has guard pages. Many regions are side by side.
+// A copy of regions. On a device, each of up to 200 regions is a separate allocation. More regions share one
+// allocation, as on the host.
 class Memory {
  public:
   enum class Place { kHost, kDevice };
@@ -37,7 +38,7 @@ class Memory {
   T* at(std::size_t region) const {
     return static_cast<T*>(address_[region]);
   }
-  // The regions as they are now. Throws if the bytes between them have changed.
+  // Returns the regions as they are now. Throws if the bytes between regions have changed.
   Regions read() const;
 
  private:

@@ -27,7 +27,7 @@ inline double number_of(bf16 value) {
   return number;
 }
 
-// Bits of a dtype's significand, the hidden one included.
+// Bits of a dtype's significand, including the hidden bit.
 template <class T>
 inline constexpr int kDigits = 24;
 template <>
@@ -37,7 +37,8 @@ inline constexpr int kDigits<f16> = 11;
 template <>
 inline constexpr int kDigits<bf16> = 8;
 
-// The nearest number of a dtype, ties to even. For bf16: of numbers that are neither subnormal nor too large.
+// Returns the nearest number of a dtype, ties to even. For bf16, `number` must be neither subnormal nor too
+// large.
 template <class T>
 T nearest(double number) {
   T value;

@@ -1,4 +1,5 @@
-// step_cases.cpp: optimizer steps: every rule with every dtype and storage, and the options of a step.
+// step_cases.cpp: cases of optimizer steps, for every rule with every dtype and storage, and for the options
+// of a step.
 #include "numbers.h"
 #include "step_test.h"
 #include "stream.h"
@@ -45,13 +46,13 @@ struct NamedStorage {
   bool stochastic = false;
 };
 
-// All storages of tensors whose narrowest type is T.
+// Returns all storages of tensors whose narrowest type is T.
 template <class T>
 std::vector<NamedStorage> storages(int states) {
   constexpr bool kIsNarrow = sizeof(T) == 2, kIsBfloat = std::is_same_v<T, flatout::bf16>;
   const uint32_t wide_states = states_of(states), average = average_of(states);
   const uint32_t all = kWeight | kGradient | wide_states;
-  const uint32_t own = kIsNarrow ? 0 : all;  // wide although nothing is wider than T
+  const uint32_t own = kIsNarrow ? 0 : all;  // wide, because the compute type is T
   std::vector<NamedStorage> kinds{
       {"plain", {own, false, Low::kNone, false}},
       {"average", {own | average, true, Low::kNone, false}},
@@ -85,7 +86,7 @@ void add_case(std::vector<Case>& cases, const std::string& name, bool is_small, 
       {name + " " + kName<T>, is_small, [test](Report& report) { run_step_test<T>(test, report); }});
 }
 
-// All rules with all storages; misaligned in three ways for one rule.
+// Adds cases of all rules with all storages. One rule also has cases with misaligned tensors.
 template <class T>
 void add_storages(std::vector<Case>& cases) {
   for (const Rule& rule : rules()) {
@@ -104,7 +105,7 @@ void add_storages(std::vector<Case>& cases) {
       test.misalignment = test.grad_misalignment = 1;
       add_case<T>(cases, name + " misaligned", false, test);
       test.misalignment = 0;
-      test.unscales_grads = true;  // by other threads than those that step with the elements
+      test.unscales_grads = true;  // different threads update and unscale an element
       add_case<T>(cases, name + " misaligned gradients", is_small, test);
       test.misalignment = 3;
       test.grad_misalignment = 2;
@@ -115,7 +116,7 @@ void add_storages(std::vector<Case>& cases) {
   }
 }
 
-// The options of a step, for one rule and its plain storage.
+// Adds cases of the options of a step, for one rule and its plain storage.
 template <class T>
 void add_options(std::vector<Case>& cases, bool is_small) {
   const Optimizer adam{.rule = RuleName::kAdam, .is_decoupled = true};
@@ -176,7 +177,7 @@ void add_step_cases(std::vector<Case>& cases) {
   add_options<flatout::bf16>(cases, false);
 
   const Optimizer sgd{.rule = RuleName::kSgd, .momentum = 0.9, .dampening = 0.5};
-  // Most are empty: a block takes milliseconds.
+  // Most tensors are empty, because emulation takes milliseconds for each block.
   StepTest many{
       .optimizer = sgd, .sizes = std::vector<int64_t>(9001), .storage = storages<float>(1)[0].storage};
   for (std::size_t t = 0; t < many.sizes.size(); t += 12) many.sizes[t] = static_cast<int64_t>(1 + t % 5);

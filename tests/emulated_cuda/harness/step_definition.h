@@ -28,7 +28,7 @@ class Streams {
     return elements<float>(regions_[region(t, stream)])[i / flatout::kDynamicBlock];
   }
   const Region& stream(std::size_t t, int s) const { return regions_[region(t, s)]; }
-  // The count before or after a step. Without counts no step is the first.
+  // Returns the count before or after a step. Without counts, returns 1, so that no step is the first one.
   double count(std::size_t t) const {
     const Region& count = regions_[region(t, kCount)];
     if (count.bytes.empty()) return 1;

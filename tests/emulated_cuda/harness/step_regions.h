@@ -123,7 +123,7 @@ inline flatout::StepConfig step_config(const StepTest& test, const Memory& memor
   return config;
 }
 
-// The check of the step's gradients, and its arguments.
+// Returns the conclusion of the check of the step's gradients.
 inline flatout::Conclusion conclusion_of(const StepTest& test, const Memory& memory, const Regions& regions) {
   const auto chunks = regions[common(test, kPartials)].bytes.size() / sizeof(flatout::Partial);
   return {memory.at<flatout::Partial>(common(test, kPartials)),

@@ -12,7 +12,7 @@
 
 namespace harness {
 
-// A float or a double on the device, or a number that the host knows.
+// Place of a number: a float or a double on the device, or a number that the host knows.
 enum class Where { kHost, kFloat, kDouble };
 
 struct StepTest {
@@ -28,7 +28,7 @@ struct StepTest {
   double grad_factor = 1;
   bool unscales_grads = false;
   std::optional<float> found_inf{};
-  // The check of the gradients that gives found_inf and grad_factor; < 0: no check.
+  // Limit of the norm in the check that gives found_inf and grad_factor; < 0: no check.
   double max_norm = -1;
   bool has_infinity = false;  // in the last gradient
   int device = 0, steps = 2;

@@ -1,4 +1,4 @@
-// stream.h: creates a stream of a device, and makes the device current until the stream is destroyed.
+// stream.h: creates a stream of a device, and makes the device current.
 #pragma once
 
 #include "core/cuda_launch.h"

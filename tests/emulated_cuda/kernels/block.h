@@ -36,8 +36,8 @@ void emulated_threadfence();
 void emulated_atomic_begin(const void* address);
 void emulated_atomic_end(const void* address);
 cudaError_t emulated_launch(emulated::Job* job, dim3 blocks, dim3 threads, cudaStream_t stream);
-// Queues host work on a stream, as a kernel would be. For torch's kernels. It may access the memory of the
-// stream's device, or that of all devices.
+// Queues host work on a stream in the place of a kernel of torch. The work may access the memory of the
+// stream's device, or the memory of all devices.
 cudaError_t emulated_enqueue(const char* name, void (*run)(void*), void (*destroy)(void*), void* argument,
                              cudaStream_t stream, bool all_devices);
 }

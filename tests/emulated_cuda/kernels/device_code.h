@@ -72,7 +72,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 // "Integer Intrinsics"
 inline int __clz(int value) { return std::countl_zero(static_cast<unsigned>(value)); }
 
-// "Atomic Functions": relaxed, and so no fence.
+// "Atomic Functions", which are relaxed and so are no fences.
 template <class T>
 T atomicAdd(T* address, T value) {
   emulated_atomic_begin(address);
@@ -104,7 +104,7 @@ constexpr T min(T a, T b) {
 // "Execution Control" of the runtime API: a launch copies the kernel's arguments.
 namespace emulated {
 
-// In every module with kernels, among its `__shared__` variables.
+// One of the `__shared__` variables of each module with kernels.
 inline thread_local char shared_memory_anchor;
 
 template <class... Parameters>

@@ -1,5 +1,5 @@
-// executor.cpp: runs kernels. A few OS threads share the blocks of a grid; the threads of a block are fibers
-// of one OS thread, which run in random order from one barrier to the next.
+// executor.cpp: runs kernels. Two OS threads share the blocks of a grid. The threads of a block are fibers of
+// one OS thread, and run in random order from one barrier to the next.
 //
 // Models "Thread Hierarchy", "Synchronization Functions", "Memory Fence Functions" and "Warp Shuffle
 // Functions" of the CUDA C++ Programming Guide. ThreadSanitizer sees each thread of a kernel as
@@ -25,7 +25,7 @@
 #include "../runtime/runtime.h"
 #include "block.h"
 
-// Of the sanitizers, if the process has them.
+// Functions of the sanitizers, which are null in a process without sanitizers.
 extern "C" {
 [[gnu::weak]] void* __tsan_get_current_fiber();
 [[gnu::weak]] void* __tsan_create_fiber(unsigned flags);
@@ -35,8 +35,8 @@ extern "C" {
 [[gnu::weak]] void __sanitizer_start_switch_fiber(void** save, const void* bottom, std::size_t size);
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void* save, const void** bottom, std::size_t* size);
 
-// Saves what a call preserves ("Function Calling Sequence" of the System V ABI for x86-64) on the stack,
-// stores the stack's pointer in *from, and continues on the stack `to`.
+// Saves the registers that a call preserves ("Function Calling Sequence" of the System V ABI for x86-64) on
+// the stack. Then stores the stack pointer in *from, and continues on the stack `to`.
 void emulated_switch(void** from, void* to);
 }
 
@@ -66,11 +66,11 @@ namespace emulated {
 namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{128} << 10;
-// Stacks begin at different cache lines. At equal ones, the stacks of a block would share a few sets of the
-// caches, and each switch would miss.
+// Stacks begin at different cache lines. With equal cache lines, the stacks of a block would share a few sets
+// of the caches, and each switch would miss.
 constexpr std::size_t kColors = 61, kColorBytes = 17 * 64;
 constexpr unsigned kMostThreads = 1024, kLanes = 32, kSavedRegisters = 6;
-constexpr unsigned kNoSynchronization = 1;  // of __tsan_switch_to_fiber
+constexpr unsigned kNoSynchronization = 1;  // flag of __tsan_switch_to_fiber
 constexpr int kPoison = 0xFF;
 
 enum class State { kReady, kAtBarrier, kInWarpOperation, kDone };
@@ -95,11 +95,12 @@ void switch_to(Context& from, const Context& to) {
     __sanitizer_finish_switch_fiber(from.asan, nullptr, nullptr);
 }
 
-// Marsaglia, "Xorshift RNGs" (2003): a division for each switch would take longer than the switch.
+// Random numbers by Marsaglia, "Xorshift RNGs" (2003). A generator that divides would take longer than a
+// switch of fibers.
 class Random {
  public:
   explicit Random(unsigned seed) : state_(seed * 2654435769u | 1u) {}
-  // A number below `limit`.
+  // Returns a number below `limit`.
   std::uint32_t below(std::size_t limit) {
     state_ ^= state_ << 13;
     state_ ^= state_ >> 17;
@@ -122,12 +123,12 @@ struct Fiber {
   WarpOperation arrived_operation{};
   int width = 0;
   alignas(16) unsigned char sent[16], received[16];
-  unsigned passed_operations = 0;  // of the warp, with it as the first lane
-  // A second fiber for ThreadSanitizer, which does the atomic operations of this thread. It is ordered only
-  // after the thread's last fence.
+  unsigned passed_operations = 0;  // of the warp, with this thread as the first lane
+  // A second fiber for ThreadSanitizer, which does the atomic operations of this thread. The second fiber is
+  // ordered only after the thread's last fence.
   void* courier = nullptr;
   char fence = 0, courier_end = 0;    // their addresses stand for synchronizations
-  const void* read_atomic = nullptr;  // the last one
+  const void* read_atomic = nullptr;  // address of the last atomic operation
 
   unsigned index() const { return built_in.thread.x; }
   unsigned lane() const { return index() % kLanes; }
@@ -145,8 +146,9 @@ struct Block {
   unsigned size = 0, live = 0, at_barrier = 0;
   int barrier_line = 0;
   Random random;
-  // Their addresses stand for synchronizations in ThreadSanitizer. Two barriers alternate, because a thread
-  // that leaves one late must not be ordered after work of others before the next one.
+  // The addresses of these variables stand for synchronizations in ThreadSanitizer. Two barriers alternate.
+  // Otherwise a thread that leaves a barrier late would be ordered after work of other threads before the
+  // next barrier.
   char launch = 0, end = 0, barriers[2] = {};
   unsigned passed_barriers = 0;
 
@@ -160,7 +162,8 @@ struct Block {
 
 thread_local Block* block_of_thread = nullptr;
 
-// Joins an atomic operation and its release. ThreadSanitizer does not see this lock, so it adds no order.
+// Lock around an atomic operation and its release. ThreadSanitizer does not see the lock, so the lock adds no
+// order.
 std::atomic_flag atomic_lock;
 
 void acquire(void* address) {
@@ -219,7 +222,7 @@ void Block::start(Fiber& fiber) {
   const std::size_t color = static_cast<std::size_t>(&fiber - fibers.data()) % kColors;
   char* begin = static_cast<char*>(context.stack) + kStackBytes - color * kColorBytes;
   auto** top = reinterpret_cast<void**>(begin);
-  *--top = nullptr;  // a function begins with a stack pointer that is 8 beside a multiple of 16
+  *--top = nullptr;  // at its start, a function expects a multiple of 16, plus 8
   *--top = reinterpret_cast<void*>(&serve);
   context.pointer = top - kSavedRegisters;
   if (__tsan_create_fiber != nullptr) context.tsan = __tsan_create_fiber(0);
@@ -282,7 +285,7 @@ void Block::run(const Job* own_job, unsigned index, dim3 blocks, dim3 threads) {
 // ------------------------------------------------------------------------------------------------
 
 struct Range {
-  std::uintptr_t address;  // within it
+  std::uintptr_t address;  // within the range
   void* begin;
   std::size_t bytes;
 };
@@ -309,7 +312,7 @@ void poison_shared_memory(const Job& job) {
   if (dl_iterate_phdr(find_thread_locals, &range) != 0) std::memset(range.begin, kPoison, range.bytes);
 }
 
-// Two OS threads, so that blocks run beside each other.
+// Pool of two OS threads, so that blocks run concurrently.
 class Pool {
  public:
   static Pool& get() {
@@ -367,7 +370,7 @@ class Pool {
   unsigned busy_ = 0;
 };
 
-// The lane that a lane reads from, or the lane itself if there is none.
+// Returns the lane from which a lane reads, or the lane itself if there is none.
 unsigned source_lane(const Fiber& fiber, unsigned lane) {
   const auto width = static_cast<unsigned>(fiber.width);
   const unsigned segment = lane & ~(width - 1), argument = fiber.argument;
@@ -385,7 +388,7 @@ unsigned source_lane(const Fiber& fiber, unsigned lane) {
   }
 }
 
-// The lanes of a mask that have sent a true predicate.
+// Returns a bit for each lane of the mask whose predicate is true, as __ballot_sync does.
 unsigned ballot(const Fiber* warp, unsigned mask) {
   unsigned voters = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane)
@@ -452,7 +455,7 @@ void emulated_warp(WarpOperation operation, unsigned mask, const void* in, void*
   fiber.argument = argument;
   fiber.width = width;
   fiber.state = State::kInWarpOperation;
-  // "__syncwarp() guarantees memory ordering among threads participating in the barrier"; shuffles imply no
+  // "__syncwarp() guarantees memory ordering among threads participating in the barrier". Shuffles imply no
   // barrier.
   Fiber& first = warp[std::countr_zero(mask)];
   void* ordered = operation == WarpOperation::kSync ? &first.sent[first.passed_operations % 2] : nullptr;
@@ -516,7 +519,8 @@ cudaError_t emulated_launch(Job* job, dim3 blocks, dim3 threads, cudaStream_t ha
     Stream* stream = runtime.stream_of(handle);
     if (stream->device != current_device()) return cudaErrorInvalidResourceHandle;
     const std::string what = std::string("kernel ") + kept->name;
-    // Only around the operation. ThreadSanitizer does not see that the count of owners orders the delete.
+    // Moved, so that the operation is the only owner. ThreadSanitizer does not see that the count of owners
+    // orders the delete.
     auto run = [kept = std::move(kept), blocks, threads] { Pool::get().run(kept.get(), blocks, threads); };
     return runtime.enqueue(stream, {what, std::move(run), bit_of(stream->device)});
   });

@@ -228,7 +228,7 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-// Driver API, which torch and flatout ask for contexts. Only primary contexts exist.
+// Functions of the driver API for contexts, which torch and flatout call. Only primary contexts exist.
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 
 CUresult cuDriverGetVersion(int* version) {

@@ -143,7 +143,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   });
 }
 
-// Objects of a graph may call the runtime when they are freed, so they are freed without its lock.
+// Objects of a graph may call the runtime when they are freed, so a graph is deleted without the runtime's
+// lock.
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete reinterpret_cast<Graph*>(graph);
   return cudaSuccess;
@@ -158,7 +159,8 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, std::size_t* 
   return cudaSuccess;
 }
 
-// torch ties the state of random numbers to a graph by user objects. It also holds them itself.
+// torch attaches the state of random numbers to a graph as user objects. torch also keeps this state alive
+// itself.
 cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void*, cudaHostFn_t, unsigned, unsigned) {
   *object = nullptr;
   return cudaSuccess;

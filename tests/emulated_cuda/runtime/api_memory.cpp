@@ -1,8 +1,8 @@
 // api_memory.cpp: allocation, copies and memsets.
 //
 // Models "Memory Management" and "Stream Ordered Memory Allocator" of the CUDA Runtime API, and its page "API
-// synchronization behavior": a pageable source is read before the call returns, a pinned one when the copy
-// runs.
+// synchronization behavior". A pageable source is read before the call returns. A pinned source is read when
+// the copy runs.
 #include <cstring>
 #include <vector>
 
@@ -34,7 +34,7 @@ cudaError_t allocate(const char* name, Kind kind, void** pointer, std::size_t by
 }
 
 // Waits for all devices and frees. CUDA does not promise the wait, but much code relies on it. Later accesses
-// fault for certain.
+// always fault.
 cudaError_t release(const char* name, void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   return call(name, Needs::kContext, [&](Runtime& runtime, Lock& lock) {

@@ -29,7 +29,8 @@ cudaError_t refuse_wait_for(Runtime& runtime, Stream* stream) {
              : cudaSuccess;
 }
 
-// A wait of a stream for an event of another stream or of a graph.
+// Makes a stream wait for an event that was recorded in a capture. A stream that does not capture joins the
+// capture.
 cudaError_t join_capture(Stream* stream, const Event* event) {
   if (stream->capture != nullptr && stream->capture != event->capture) return cudaErrorStreamCaptureMerge;
   if (stream->capture == nullptr) {

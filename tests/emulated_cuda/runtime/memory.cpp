@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// Of AddressSanitizer, if the process has it.
+// Functions of AddressSanitizer, which are null in a process without AddressSanitizer.
 extern "C" {
 [[gnu::weak]] void __asan_poison_memory_region(const volatile void* begin, std::size_t bytes);
 [[gnu::weak]] void __asan_unpoison_memory_region(const volatile void* begin, std::size_t bytes);
@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2}
-                                  << 20;  // protecting 512 small pages takes as long as 512 of these
+                                  << 20;  // 512 small pages take as long to protect as 512 of these
 constexpr std::size_t kAlignment = 256;  // "Device Memory Accesses": of every address that cudaMalloc returns
 constexpr int kPoison = 0xFF;            // a NaN in every floating-point type
 constexpr std::size_t kMostPoisoned = std::size_t{64} << 20;  // more would cost seconds and real memory

@@ -1,4 +1,4 @@
-"""Writes stubs for the functions of cudart that torch's libraries import and the emulation lacks.
+"""Generator of stubs for the functions of cudart that torch's libraries import and the emulation lacks.
 
 python missing.py FOLDER_OF_TORCH_LIBRARIES OUTPUT SOURCE...
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 STUB = 'int {name}() {{ std::fprintf(stderr, "emulated CUDA: {name} is not emulated\\n"); return 801; }}'
-"""801 is cudaErrorNotSupported."""
+"""Code of a stub, which returns cudaErrorNotSupported (801)."""
 
 
 def imported(libraries: Path) -> set[str]:

@@ -168,7 +168,7 @@ cudaError_t Runtime::refuse_in_capture() {
 }
 
 void run_graph(const Graph& graph) {
-  static auto& random = *new std::minstd_rand(Runtime::get().settings.seed);  // of the executor alone
+  static auto& random = *new std::minstd_rand(Runtime::get().settings.seed);  // only the executor uses it
   std::vector<bool> done(graph.nodes.size());
   for (std::size_t left = done.size(); left != 0; --left) {
     std::vector<std::size_t> ready;
@@ -190,7 +190,7 @@ void Runtime::start() {
   if (is_started_) return;
   is_started_ = true;
   std::thread([this] { execute(); }).detach();
-  std::atexit([] { get().stop(); });  // before destructors end what operations use
+  std::atexit([] { get().stop(); });  // before destructors end objects that operations use
 }
 
 void Runtime::stop() {
@@ -211,7 +211,7 @@ Stream* Runtime::next_ready() {
   return ready.empty() ? nullptr : ready[random() % ready.size()];
 }
 
-// A device begins an operation as soon as it is queued and all earlier ones are done.
+// A device begins an operation as soon as the operation is queued and all operations before it are done.
 static Clock::time_point begin_of(const Operation& operation) {
   Clock::time_point begin = operation.queued;
   for (const CompletionPtr& one : operation.after) begin = std::max(begin, one->at);
@@ -231,9 +231,9 @@ void Runtime::execute() {
     }
     if (settings.order == Order::kRandom && !is_waited_for && settings.delay_us != 0 && random() % 2 == 0) {
       work_.wait_for(lock, std::chrono::microseconds(random() % (2 * settings.delay_us)));
-      if (random() % 2 == 0) continue;  // the host may have queued more, which may come first
+      if (random() % 2 == 0) continue;  // the host may have queued an operation that comes first
     }
-    const Operation& operation = stream->queue.front();  // others only append
+    const Operation& operation = stream->queue.front();  // other threads only append
     if (settings.prints)
       std::fprintf(stderr, "emulated CUDA: stream %u: %s\n", stream->id, operation.work.name.c_str());
     note_operation(stream->id, operation.work.name);

@@ -1,7 +1,7 @@
 // runtime.h: state of the emulated runtime, and the frame of each of its calls.
 //
-// One thread, the executor, does the work of the devices. It runs one operation at a time, from streams in
-// random order.
+// One thread, the executor, does the work of the devices. The executor runs one operation at a time, from
+// streams in random order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +37,7 @@ using CompletionPtr = std::shared_ptr<Completion>;
 struct Work {
   std::string name;
   std::function<void()> run;
-  unsigned devices;                        // whose memory it may access
+  unsigned devices;                        // devices whose memory the work may access
   std::optional<Clock::duration> lasts{};  // time on the device's clock; none: the real time
 };
 
@@ -58,7 +58,7 @@ struct Graph {
   unsigned long long id = 0;
 };
 
-// A capture, of one stream or of several that joined it.
+// A capture of one stream, or of several streams that have joined the capture.
 struct Capture {
   Graph graph;
   cudaStreamCaptureMode mode{};
@@ -69,15 +69,15 @@ using CapturePtr = std::shared_ptr<Capture>;
 
 struct Stream {
   int device;
-  bool is_blocking;  // waits for the legacy stream, and the legacy stream for it
+  bool is_blocking;  // this stream and the legacy stream wait for each other
   bool is_legacy;
   int priority;
   unsigned id;
   std::deque<Operation> queue{};
   CompletionPtr tail{};  // of the last operation
-  CapturePtr capture{};  // null where it does not capture
+  CapturePtr capture{};  // null: the stream does not capture
   bool is_origin = false;
-  std::set<std::size_t> frontier{};  // nodes that the next one depends on
+  std::set<std::size_t> frontier{};  // nodes on which the next node depends
   bool is_destroyed = false;         // forgotten after its last operation
 };
 
@@ -91,7 +91,7 @@ struct Event {
 
 enum class Order { kRandom, kLazy, kEager };
 
-// Read from the environment, once.
+// Settings from the environment, which are read once.
 struct Settings {
   Order order =
       Order::kRandom;       // EMULATED_CUDA_ORDER: random; lazy: only while the host waits; eager: at once
@@ -119,13 +119,13 @@ class Runtime {
   unsigned long long next_graph = 1;
   cudaError_t broken_context = cudaSuccess;  // a sticky error, which every later call returns
 
-  // The stream of a handle. Ends the process if it was destroyed.
+  // Returns the stream of a handle. Ends the process if the stream was destroyed.
   Stream* stream_of(cudaStream_t handle);
   Event* event_of(cudaEvent_t handle);
   void forget(Stream* stream);
 
-  // Appends work to a stream, or a node to the graph that it captures. Outside of a capture it also waits for
-  // `after`.
+  // Appends work to a stream, or a node to the graph that the stream captures. Outside of a capture, the work
+  // also waits for `after`.
   cudaError_t enqueue(Stream* stream, Work work, std::vector<CompletionPtr> after = {});
 
   // Waits for operations of the devices. The predicate is called with the lock held.
@@ -135,7 +135,8 @@ class Runtime {
   bool is_idle(int device) const;
   std::vector<CompletionPtr> unfinished_before(const Stream* stream) const;
 
-  // The error of a call that some captures prohibit: "Prohibited and Unhandled Operations" of the guide.
+  // Returns the error of a call that some captures prohibit, else cudaSuccess. See "Prohibited and Unhandled
+  // Operations" of the guide.
   cudaError_t refuse_in_capture();
   bool blocking_stream_captures(int device) const;
 
@@ -157,18 +158,19 @@ class Runtime {
   bool is_started_ = false, is_stopping_ = false, is_running_ = false;
 };
 
-// The device of the calling thread's context. Without a context, the device that it chose last, or 0.
+// Returns the device of the calling thread's context. Without a context, returns the device that the thread
+// has set last, or 0.
 int current_device();
 void set_current_device(int device);
-// Device of the calling thread's context: kNoContext if it has none.
+// The device of the calling thread's context, or kNoContext.
 constexpr int kNoContext = -1;
 int context_device();
 void set_context_device(int device);
 extern thread_local cudaError_t last_error;
 extern thread_local cudaStreamCaptureMode capture_mode;
 
-// Frame of a call: counts it, injects requested faults, refuses forked children and old drivers, takes the
-// lock, and notes the error for cudaGetLastError.
+// Frame of a call. Counts the call, injects requested faults, refuses forked children and old drivers, takes
+// the lock, and keeps the error for cudaGetLastError.
 enum class Needs { kNothing, kDriver, kContext };
 cudaError_t call(const char* name, Needs needs, const std::function<cudaError_t(Runtime&, Lock&)>& body);
 

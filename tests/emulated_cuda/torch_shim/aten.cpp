@@ -1,7 +1,7 @@
-// aten.cpp: replaces torch's CUDA kernels by the CPU's, on the same memory. Each is an operation of a stream,
-// so it runs as late as a kernel of a GPU, and can be captured.
+// aten.cpp: replaces torch's CUDA kernels by torch's CPU kernels, on the same memory. Each kernel is an
+// operation of a stream, so it runs as late as on a GPU, and can be captured.
 //
-// It uses torch's C++ API, which is not stable, so it works with one version of torch.
+// This file uses torch's C++ API, which is not stable, so the file works with one version of torch.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -31,7 +31,7 @@ using at::IValue;
 using at::Tensor;
 using torch::jit::Stack;
 
-// Dispatch keys of kernels. Autograd, autocast and modes have run before.
+// Scope in which operators call kernels directly, because autograd, autocast and modes have run before.
 class KernelsAlone {
   const c10::InferenceMode normal_{false};
   const c10::impl::ExcludeDispatchKeyGuard guard_{
@@ -83,7 +83,7 @@ Tensor empty_on(const Tensor& tensor, c10::Device device) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
-// A CPU tensor on device memory.
+// Returns a CPU tensor on device memory.
 Tensor alias_of(const Tensor& tensor) {
   if (!tensor.is_cuda()) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
@@ -97,7 +97,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
-// Operators whose CPU kernels leave some results empty, which other kernels fill. Their backward takes both.
+// Operators whose CPU kernels leave some results empty that other kernels fill. The backward of these
+// operators accepts both.
 const std::set<std::string> kShapedByCpu = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only",
                                             "aten::native_batch_norm"};
 
@@ -123,8 +124,8 @@ class Invocation {
 
   c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, c10::cuda::current_device())); }
 
-  // Finds the results' shapes without reading the device. Returns false if they depend on values, or if the
-  // result is a Python number, such as torch.equal's.
+  // Makes the results without reading the device. Returns false if their shapes depend on values, or if the
+  // result is a Python number, as in torch.equal.
   bool make_results() {
     if (!op_.schema().returns().empty() && !holds_tensors(*op_.schema().returns()[0].type())) return false;
     if (!may_resize_ &&
@@ -156,7 +157,7 @@ class Invocation {
     check(emulated_enqueue(name.c_str(), run, destroy, work, c10::cuda::getCurrentCUDAStream(), false));
   }
 
-  // Waits for the stream, as operators do whose shapes depend on values.
+  // Waits for the stream and runs the operator, as operators do whose shapes depend on values.
   void run_at_once() {
     draw();
     c10::cuda::getCurrentCUDAStream().synchronize();
@@ -177,8 +178,8 @@ class Invocation {
   }
 
  private:
-  // Index of the argument that the operator returns as this result. In-place operators and `out=` return
-  // arguments.
+  // Returns the index of the argument that the operator returns as this result. In-place operators and `out=`
+  // return arguments.
   std::optional<std::size_t> argument_of(const c10::Argument& result) const {
     if (!is_written(result)) return std::nullopt;
     const auto& arguments = op_.schema().arguments();
@@ -187,7 +188,7 @@ class Invocation {
     return std::nullopt;
   }
 
-  // Runs the operator on meta tensors, or on zeros of the CPU.
+  // Makes the results like those of the operator on meta tensors, or on zeros on the CPU.
   bool make_results_like(c10::DeviceType stand_ins) {
     Stack stack, before;
     if (!run_on(stand_ins, stack, before)) return false;
@@ -220,7 +221,7 @@ class Invocation {
     }
   }
 
-  // Python numbers are arguments of a launch, so they are read now.
+  // Python numbers are arguments of a launch, so their values are copied now.
   Stack arguments_for_cpu() const {
     Stack stack;
     for (std::size_t i = 0; i < arguments_.size(); ++i) {
@@ -277,7 +278,7 @@ class Invocation {
     stack = {(input * mask).mul_(scale), mask};
   }
 
-  void run(Stack arguments, const Stack& results) const {  // a copy, because a graph runs it again
+  void run(Stack arguments, const Stack& results) const {  // arguments: a copy, because a graph runs it again
     try {
       call(arguments);
       auto next = results.begin();
@@ -299,7 +300,7 @@ class Invocation {
 
   c10::OperatorHandle op_;
   Stack arguments_, results_;                         // results: those that are no arguments
-  std::vector<std::optional<std::size_t>> returned_;  // for each result, the index of the argument that it is
+  std::vector<std::optional<std::size_t>> returned_;  // for each result, the index of the returned argument
   std::optional<c10::Device> device_;
   std::optional<std::size_t> generator_;
   std::optional<at::PhiloxCudaState> random_;
@@ -321,7 +322,7 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
 // ---- copies
 // ----------------------------------------------------------------------------------------------------------
 
-// Lets a stream wait for all work that another stream has now.
+// Makes a stream wait for all work that another stream has now.
 void wait_for(cudaStream_t waiting, const c10::cuda::CUDAStream& other) {
   const c10::cuda::CUDAGuard guard(other.device());
   cudaEvent_t event = nullptr;
@@ -331,7 +332,7 @@ void wait_for(cudaStream_t waiting, const c10::cuda::CUDAStream& other) {
   check(cudaEventDestroy(event));
 }
 
-// Between devices, the stream of the source copies, when the stream of the target is ready, as in torch.
+// Between devices, the source's stream copies after the target's stream is ready, as in torch.
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!self.is_cuda() || !source.is_cuda()) return at::native::copy_(self, source, non_blocking);
   struct Work {
@@ -355,7 +356,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
-// Operators that torch keeps: memory, views, reads of a number, and choices of a kernel.
+// Operators that are not replaced: memory, views, reads of a number, and choices of a kernel.
 const std::set<std::string> kKept = {"aten::_copy_from",
                                      "aten::_copy_from_and_resize",
                                      "aten::_efficientzerotensor",

@@ -1,6 +1,6 @@
 """Operators that torch leaves to cuDNN and to attention kernels.
 
-They are made of emulated operators, so they are queued and captured as these are.
+The replacements here call emulated operators, so they are queued and captured like emulated operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _as_stored(values: Tensor, like: Tensor) -> Tensor:
-    """Return values in the memory order of torch's kernels: (batch, heads, length, width) lies as (B, L, H, W)."""
+    """Return values of shape (batch, heads, length, width) in the memory order of torch's kernels: (B, L, H, W)."""
     return values.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -96,7 +96,7 @@ def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, device=like.device)
 
 
-# The arguments have torch's names: operators are called by name. Dropout masks travel in the place of Philox seeds.
+# The arguments have torch's names, because torch passes arguments by name. Dropout masks replace Philox seeds.
 
 
 def _flash(
@@ -223,7 +223,7 @@ _OPERATORS = {
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
 }
 
-_library = torch.library.Library("aten", "IMPL")  # its operators last as long as it does
+_library = torch.library.Library("aten", "IMPL")  # its operators exist as long as this object
 
 
 def register() -> None:

@@ -1,1 +1,1 @@
-"""Random calls of the native core: any arguments may raise, none may crash the process."""
+"""Random calls of the native core. Any argument may cause an exception, but none may crash the process."""

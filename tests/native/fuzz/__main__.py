@@ -1,4 +1,4 @@
-"""``python -m tests.native.fuzz``: any number of cases, or one again."""
+"""``python -m tests.native.fuzz``: runs many cases, or repeats one."""
 
 import sys
 

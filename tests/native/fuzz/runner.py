@@ -1,4 +1,4 @@
-"""Runs fuzz cases in children of a server that is forked from, and finds the case that kills one.
+"""Runner of fuzz cases in children of a fork server, which finds the case that kills a child.
 
 ``python -m tests.native.fuzz --seed 7 --first 345 --cases 1 --show`` repeats one case.
 """
@@ -27,14 +27,14 @@ from tests.native.fuzz.values import Values
 
 CASES_PER_CHILD = 250
 MEMORY_BYTES = 8 << 30
-"""Address space that a child may map beyond its server's: a call that asks for more gets an error."""
+"""Bytes of address space that a child may map in addition to its server. A larger request raises an error."""
 STILL_SECONDS = 120
-"""A child that begins no case for so long hangs."""
+"""Seconds without a new case after which a child counts as hanging."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """A case that ended its process."""
+    """Case that ended its process."""
 
     seed: int
     case: int
@@ -49,12 +49,12 @@ def run_case(signatures: Sequence[Signature], seed: int, case: int, show: bool =
     """Run a few calls that share their values. Return the number of calls, and of calls that did not raise."""
     rng = random.Random(f"{seed}/{case}")
     values = Values(rng, signatures)
-    # Mostly of one subject, so that results meet those who take them.
+    # Most calls have one subject, so that results fit later arguments.
     room = rng.choice(sorted({signature.name.split(".")[0] + "." for signature in signatures}))
     own = [signature for signature in signatures if signature.name.startswith(room)]
     if room == "_host.":
         methods = {signature.receiver for signature in own}
-        room += rng.choice(sorted(methods - {""}))  # of one class, or of those that its methods take and return
+        room += rng.choice(sorted(methods - {""}))  # one class, or classes that its methods take and return
         own += 8 * [signature for signature in own if signature.name.startswith(room)]
     else:
         own += 3 * [signature for signature in own if any(kind == "int" for _, kind in signature.arguments[:1])]
@@ -66,7 +66,7 @@ def run_case(signatures: Sequence[Signature], seed: int, case: int, show: bool =
         signature = rng.choice(own)
         if values.chance(0.15):
             values.change_a_tensor()
-        for _ in range(rng.choice((1, 1, 10))):  # to get past the checks, again with other arguments
+        for _ in range(rng.choice((1, 1, 10))):  # repeats calls with other arguments to pass the checks
             receivers = values.known(signature.receiver)
             if signature.receiver and not receivers:
                 break
@@ -110,7 +110,7 @@ def _fork(signatures: Sequence[Signature], seed: int, cases: range) -> tuple[str
     """Run cases in a child process.
 
     Returns:
-        Its failure ("" for none), the last case that it began, the number of calls, and of calls that did not raise.
+        Failure ("" for none), last started case, number of calls, and number of calls that did not raise.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -146,7 +146,7 @@ def _fork(signatures: Sequence[Signature], seed: int, cases: range) -> tuple[str
 
 
 def fuzz(signatures: Sequence[Signature], seed: int, first: int, cases: int) -> tuple[list[Crash], int, int]:
-    """Run cases from ``first`` on. Return crashes, the number of calls, and of calls that did not raise."""
+    """Run cases from ``first`` on. Return crashes, the number of calls, and the number of calls that did not raise."""
     crashes: list[Crash] = []
     calls = passed = 0
     start, end = first, first + cases

@@ -1,4 +1,4 @@
-"""Functions to fuzz and the types of their arguments, read from where the native core declares them."""
+"""Functions to fuzz and the types of their arguments, read from the declarations of the native core."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ STUB = Path(flatout.native.__file__).with_name("_host.pyi")
 
 @dataclass(frozen=True)
 class Signature:
-    """A function, and its arguments as ``(name, type)``."""
+    """Function with its arguments as ``(name, type)``."""
 
     name: str
     arguments: tuple[tuple[str, str], ...]
     function: Callable[..., Any]
     keywords: frozenset[str] = frozenset()
-    """Arguments that go by name."""
+    """Names of keyword-only arguments."""
     receiver: str = ""
-    """Class of the object that a method is called on."""
+    """Class of the object of a method."""
     required: int = 99
-    """Arguments before those with a default."""
+    """Number of arguments before those with a default."""
     makes_int: bool = False
-    """Returns a number, which others may take."""
+    """True if the function returns a number that later calls may take."""
 
 
 def operators() -> list[Signature]:
-    """Every operator of ``torch.ops.flatout``, from its schema."""
+    """Return every operator of ``torch.ops.flatout``, from its schema."""
     found = []
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -49,7 +49,7 @@ def operators() -> list[Signature]:
 
 
 def host_functions() -> list[Signature]:
-    """Every function, class and method of ``flatout.native._host``, from its stub."""
+    """Return every function, class and method of ``flatout.native._host``, from its stub."""
     found = []
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -83,7 +83,7 @@ def _signature(name: str, node: ast.FunctionDef, function: Callable[..., Any], r
 
 
 def undeclared() -> list[str]:
-    """Public names of ``flatout.native._host`` that its stub does not declare."""
+    """Return the public names of ``flatout.native._host`` that its stub does not declare."""
     declared = set(re.findall(r"^(?:class|def) (\w+)|^(\w+):", STUB.read_text(), re.MULTILINE))
     names = {name for pair in declared for name in pair if name}
     return [name for name in dir(_host) if not name.startswith("_") and name not in names]

@@ -1,6 +1,6 @@
-"""Random calls of the native core never crash the process.
+"""Random calls of the native core, which must not crash the process.
 
-``FLATOUT_FUZZ_CASES=10000`` runs more cases, ``FLATOUT_FUZZ_SEED`` others.
+``FLATOUT_FUZZ_CASES=10000`` runs more cases, and ``FLATOUT_FUZZ_SEED`` chooses other cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 def test_no_call_crashes() -> None:
-    # A process of its own: children are forked, and this one has run parallel regions.
+    # A separate process, because children are forked and this process has run parallel regions.
     command = [sys.executable, "-m", "tests.native.fuzz", "--seed", SEED, "--cases", str(CASES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout)

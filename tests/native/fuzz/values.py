@@ -1,4 +1,4 @@
-"""Random arguments: mostly such as fit together, so that calls get past the first check, and some that never do."""
+"""Random arguments. Most fit together, so that calls pass the first check, and some are always invalid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Values:
     def __init__(self, rng: random.Random, signatures: Sequence[Signature] = ()) -> None:
         self.rng = rng
         self.makers = {s.name.rpartition(".")[2]: s for s in signatures if _is_class(s)}
-        # Most cases differ from what fits in one way: else hardly a call would get past its first checks.
+        # Most cases differ from valid ones in one way. Otherwise hardly any call would pass its first checks.
         self.alters, self.repeats, self.odd, self.wild = (self.chance(0.25) * 0.1 for _ in range(4))
         self.count = rng.choice((0, 1, 1, 2, 3, 4))
         """Tensors in a list."""
@@ -59,7 +59,7 @@ class Values:
             dtype = self.rng.choice(DTYPES)
         tensor = torch.zeros(shape, dtype=dtype) if self.chance(0.2) else torch.ones(shape, dtype=dtype)
         if self.chance(self.alters):
-            with contextlib.suppress(RuntimeError):  # not every tensor can be altered so
+            with contextlib.suppress(RuntimeError):  # some tensors cannot be changed in this way
                 tensor = self.rng.choice(ALTERED)(tensor)
         self.tensors.append(tensor)
         return tensor
@@ -94,7 +94,7 @@ class Values:
         return found
 
     def change_a_tensor(self) -> None:
-        """Changes that a user may make to a tensor between two calls."""
+        """Change a tensor between two calls, as a user may."""
         if self.tensors:
             position = self.rng.randrange(len(self.tensors))
             tensor = self.tensors[position]
@@ -118,11 +118,11 @@ class Values:
         return self.rng.choice(FLOATS if self.chance(0.2) else FLOATS[1:6])
 
     def address(self) -> int:
-        """Trusted by nature: 0, or one with a buffer behind it."""
+        """Return an address, which native code trusts: 0, or the address of a buffer."""
         return 0 if self.chance(0.1) else self.buffer.data_ptr()
 
     def extent(self) -> int:
-        """Number of bytes at an address: one that fits, or one larger than any memory."""
+        """Return a number of bytes at an address: a valid number, or one larger than any memory."""
         return self.rng.choice((-1, (1 << 57) + 1, (1 << 61), (1 << 64) - 1)) if self.chance(0.15) else self.small()
 
     def small(self) -> int:
@@ -157,7 +157,7 @@ class Values:
         return type("Timer", (_host.StepTimer,), methods | {"reset": lambda *_: None})()
 
     def anything(self) -> Any:
-        # Made of none of the case's tensors, because torch crashes while printing an empty storage in an error message.
+        # Uses none of the case's tensors, because torch crashes while printing an empty storage in an error message.
         made: tuple[Callable[[], Any], ...] = (
             lambda: None,
             self.integer,
@@ -173,7 +173,7 @@ class Values:
         return self.rng.choice(made)()
 
     def of_type(self, name: str, kind: str) -> Any:
-        """A value for an argument."""
+        """Return a value for an argument."""
         if self.chance(self.wild) and kind not in TRUSTED:
             return self.anything()
         if kind.startswith("Optional["):
@@ -199,7 +199,7 @@ class Values:
     def arguments(self, signature: Signature) -> tuple[list[Any], dict[str, Any]]:
         drawn = {name: self.of_type(name, kind) for name, kind in signature.arguments}
         for name, kind in signature.arguments:
-            if kind == "List[Tensor]" and self.chance(0.85):  # the first list leads
+            if kind == "List[Tensor]" and self.chance(0.85):  # the first list determines the others
                 drawn[name] = self.tensors_like_weights(1)
                 break
             if kind == "List[Tensor]":
@@ -211,7 +211,7 @@ class Values:
         return positional, keywords
 
     def keep(self, result: Any) -> None:
-        """Results are arguments of later calls."""
+        """Keep a result as an argument of later calls."""
         if type(result) is int:
             self.ints.append(result)
         elif isinstance(result, Tensor):

@@ -1,6 +1,6 @@
-"""pytest plugin: flatout's classes in the place of torch's, and the outcome of each test in a file.
+"""pytest plugin that replaces torch's classes by flatout's, and writes the outcome of each test to a file.
 
-``FLATOUT_IN_PLACE`` names the parts to replace, separated by commas; without it torch's own classes run.
+``FLATOUT_IN_PLACE`` names the parts to replace, separated by commas. Without this variable torch's own classes run.
 ``FLATOUT_OUTCOMES`` is the JSON file that the outcomes go to.
 """
 
@@ -72,7 +72,7 @@ def replace_loaders(*, in_memory: bool = False) -> None:
             return type.__instancecheck__(cls, instance) or isinstance(instance, torchs)
 
     class DataLoader(Prefetcher, metaclass=AnyLoader):
-        """Prefetcher of the loader that a test creates. It passes on the loader's other attributes."""
+        """Prefetcher of the loader that a test creates, with the loader's other attributes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             loader: Any = torchs(*args, **kwargs)
@@ -104,7 +104,7 @@ for part in PARTS:
 
 
 def note(report: pytest.TestReport | pytest.CollectReport, outcome: str) -> None:
-    """Append to the file at once: a test may end the process."""
+    """Append to the file at once, because a test may end the process."""
     if path := os.environ.get("FLATOUT_OUTCOMES"):
         with Path(path).open("a") as file:
             print(json.dumps([report.nodeid, outcome, report.longreprtext[-3000:]]), file=file)

@@ -1,4 +1,4 @@
-"""Runs as Python starts: the processes that a test spawns have flatout's classes, too."""
+"""Startup code of Python, which gives flatout's classes to processes that a test spawns."""
 
 import os
 import sys

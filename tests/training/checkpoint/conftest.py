@@ -14,7 +14,7 @@ import torch
 
 
 class HeldDisk:
-    """Blocks every write in its thread until the test releases it.
+    """Disk that blocks every write in its thread until the test releases the write.
 
     Attributes:
         reached: event that a blocked write sets.

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 TRAILER = struct.Struct("<7sBQI")
-"""What the file is, the version of that, how long it is, and the CRC-32 of all before that."""
+"""Format name, format version, length of the content, and CRC-32 of everything before the CRC."""
 
 
 def sealed(path: Path, content: bytes, version: int = 1) -> Path:
@@ -23,5 +23,5 @@ def content_of(path: Path) -> bytes:
 
 
 def of_a_later_version(path: Path) -> None:
-    """Reseal a file as the next version of the format would."""
+    """Replace the trailer by one with the next format version."""
     sealed(path, content_of(path), version=2)

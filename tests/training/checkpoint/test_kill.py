@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment: every restart goes on, and training ends with the bits of one that nobody killed."""
+"""``kill -9`` at any moment. Every restart resumes, and the result is bit-equal to uninterrupted training."""
 
 import multiprocessing
 import random
@@ -29,7 +29,7 @@ def steps_saved(folder):
 
 
 def kill(process, folder, step, seconds):
-    """Kill the process ``seconds`` after it has saved the checkpoint of ``step``, if it is still running then."""
+    """Kill the process ``seconds`` after it has saved the checkpoint of ``step``, unless the process has ended."""
     while process.is_alive() and steps_saved(folder) < step:
         time.sleep(0.001)
     time.sleep(seconds)

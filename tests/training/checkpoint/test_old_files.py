@@ -11,6 +11,10 @@ from tests.golden.files import ARGUMENTS, resume
 
 FILES = Path(__file__).parent / "old_files"
 
+FROM_ROUNDING = {"body.0.bias", "body.1.running_mean"}
+"""Values that differ between processors. BatchNorm subtracts the mean, so a bias before it gets a gradient of rounding
+errors. Adaptive optimizers scale these errors to the size of any other step."""
+
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("version", sorted(folder.name for folder in FILES.iterdir()))
@@ -18,4 +22,5 @@ def test_training_resumes_from_the_files_of_an_earlier_version(version: str, nam
     resumed, recorded = resume(FILES / version, name)
     assert resumed.keys() == recorded.keys()
     for key, value in recorded.items():
-        torch.testing.assert_close(resumed[key], value, rtol=1e-2, atol=1e-3)
+        tolerance = 0.1 if key in FROM_ROUNDING else 1e-3
+        torch.testing.assert_close(resumed[key], value, rtol=1e-2, atol=tolerance)

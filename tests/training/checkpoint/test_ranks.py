@@ -1,4 +1,4 @@
-"""Processes that train together: each goes on from a file of its own."""
+"""Processes that train together. Each resumes from its own file."""
 
 from __future__ import annotations
 

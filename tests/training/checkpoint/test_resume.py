@@ -124,7 +124,7 @@ def test_the_checkpoint_goes_before_what_the_run_has_done(tmp_path, uninterrupte
     with pytest.raises(Stopped):
         train("plain", tmp_path, stop_before=8, checkpoint_every=4)
     run = make()
-    for batch in run.loader:  # a profile, say
+    for batch in run.loader:  # for example a profile
         run.step(batch)
     with pytest.warns(UserWarning, match=r"\b6\b.*\b8\b"):
         history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path, checkpoint_every=4)
@@ -360,7 +360,7 @@ def test_every_scheduler_resumes(name, tmp_path):
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own schedulers
+            warnings.simplefilter("ignore")  # warnings of torch's schedulers
             scheduler = SCHEDULERS[name](optimizer)
         batches = [(torch.randn(4, 6), torch.zeros(4, dtype=torch.long)) for _ in range(6)]
         return flatout.optimize(
@@ -413,7 +413,7 @@ def test_sigterm_saves_and_ends(tmp_path, uninterrupted):
         history = run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert run.steps == 8  # the step was finished
+    assert run.steps == 8  # the step has finished
     assert len(history) == 1
     assert heard == [8]  # the previous handler is called after the save
     assert newest_in(tmp_path)["steps"] == 8
@@ -489,9 +489,9 @@ def test_an_interrupt_is_raised_after_the_save(kind, tmp_path, uninterrupted, ca
     before_step(run, 7, interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.fit(EPOCHS, progress=False, checkpoint_dir=tmp_path)
-    assert run.steps == 8  # the step was finished
+    assert run.steps == 8  # the step has finished
     assert newest_in(tmp_path)["steps"] == 8
-    assert capsys.readouterr().err.count("\n") == 1  # reports the save
+    assert capsys.readouterr().err.count("\n") == 1  # the save prints a message
     assert_same(*train(kind, tmp_path), uninterrupted(kind))
 
 

@@ -113,7 +113,7 @@ def _deep() -> list[Any]:
 def test_an_invalid_state_changes_nothing(name: str, run: flatout.Run, good: Snapshot) -> None:
     run.load_state_dict(good)
     loaded = everything(run)
-    with torch.no_grad():  # differ from the state, so that a partial load would show
+    with torch.no_grad():  # weights differ from the state, so that a partial load would show
         for p in run.model.parameters():
             p.add_(1)
     torch.manual_seed(7)
@@ -165,7 +165,7 @@ def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, goo
         before = everything(run)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of decisions that are not this run's
+                warnings.simplefilter("ignore")  # warnings of decisions of another run
                 run.load_state_dict(state)
         except ValueError:
             assert same(everything(run), before), seed
@@ -173,6 +173,6 @@ def test_mutations_of_a_state_are_loaded_or_change_nothing(run: flatout.Run, goo
         loaded += 1
         run.load_state_dict(good)
         now = run.state_dict()
-        now["scheduler"] = {name: now["scheduler"][name] for name in good["scheduler"]}  # it also keeps unknown entries
+        now["scheduler"] = {name: now["scheduler"][name] for name in good["scheduler"]}  # drop unknown entries
         assert equal(now, good), seed
     assert 0 < loaded < 100

@@ -1,4 +1,4 @@
-"""A training to stop, kill and go on with: dropout, BatchNorm, random samples, a schedule, a last small batch."""
+"""Training to stop, kill and resume: dropout, BatchNorm, random samples, a schedule, and a small last batch."""
 
 import multiprocessing
 from pathlib import Path
@@ -29,12 +29,14 @@ KINDS = {
     "workers": {},
     "measured": {"budget": 0.2, "techniques": {t.name: False for t in REGISTRY if isinstance(t, Measured)}},
 }
-"""By what is asked of ``optimize``. An averaged one has flatout's own optimizer, with all that it may keep; workers are
-persistent."""
+"""Arguments of ``optimize`` by kind of training. "averaged" has flatout's optimizer with all options.
+
+Workers are persistent.
+"""
 
 
 class Noisy(Dataset):
-    """Samples with random noise, drawn when they are asked for, of a generator of their own too."""
+    """Samples with random noise from global generators and from their own generator."""
 
     def __init__(self):
         self.own = np.random.default_rng(0)
@@ -48,16 +50,16 @@ class Noisy(Dataset):
 
 
 class Stopped(Exception):
-    """Instead of a crash."""
+    """Exception in place of a crash."""
 
 
 def stop():
-    """As a crash would."""
+    """Raise, in place of a crash."""
     raise Stopped
 
 
 def before_step(run, steps, act):
-    """Have ``act()`` called once, when the run has done so many steps and is about to do the next."""
+    """Call ``act()`` once, after this number of steps and before the next one."""
     step = run.step
 
     def acting(batch):
@@ -70,7 +72,7 @@ def before_step(run, steps, act):
 
 
 def make(kind="plain", plan=None):
-    """A run of that kind, as each process makes it."""
+    """Return a run of a kind, as each process makes it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
     if kind == "averaged":
@@ -91,7 +93,10 @@ def make(kind="plain", plan=None):
 
 
 def train(kind, folder=None, *, stop_before=None, plan=False, **options):
-    """Train to the end, or until a step raises, with the decisions of before if so asked; the run and its history."""
+    """Train to the end, or until a step raises. Return the run and its history.
+
+    With ``plan`` the run uses the plan of the checkpoints.
+    """
     run = make(kind, flatout.Plan.from_checkpoints(folder) if plan else None)
     seed_all(5 if folder is None or not list(Path(folder).glob("step-*.pt")) else 99)
     if stop_before is not None:
@@ -100,8 +105,8 @@ def train(kind, folder=None, *, stop_before=None, plan=False, **options):
 
 
 def train_and_tell(kind, folder):
-    """Train in this process to the end, from the newest checkpoint in the folder, and write the result there."""
-    # A worker of a fork server outlives the trainer that is killed: torch's watchdog watches the worker's parent.
+    """Train to the end from the newest checkpoint in the folder, and write the result to the folder."""
+    # A worker of a fork server outlives the killed trainer, because torch's watchdog watches the worker's parent.
     multiprocessing.set_start_method("fork", force=True)
     run, history = train(kind, folder, checkpoint_every=1)
     write(f"{folder}/result.pt", {"state": run.state_dict(), "history": history})

@@ -1,4 +1,4 @@
-"""Trainings with a trap in them, and memory that ends in the update."""
+"""Trainings with a trap, and memory that runs out during the update."""
 
 import torch
 from torch import nn
@@ -59,11 +59,11 @@ def make(model=None, optimizer="adamw", loss_fn=functional.cross_entropy, *, is_
     """Return a run in float64.
 
     Args:
-        model: default: ``net()``.
-        optimizer: a key of ``OPTIMIZERS``, or a function of the model.
-        loss_fn: as of ``optimize``.
-        is_scaled: whether gradients are scaled as in fp16. The model computes in float64 all the same, because
-            autocast leaves doubles alone.
+        model: ``net()`` by default.
+        optimizer: key of ``OPTIMIZERS``, or a function of the model.
+        loss_fn: as for ``optimize``.
+        is_scaled: True to scale gradients as in fp16. The model still computes in float64, because autocast does not
+            change doubles.
         settings: further arguments of ``optimize``.
     """
     model = net() if model is None else model
@@ -79,7 +79,7 @@ def make(model=None, optimizer="adamw", loss_fn=functional.cross_entropy, *, is_
 
 
 def end_epoch(run):
-    """Update with the batches that wait: run.loader does so before an epoch begins."""
+    """Update with the pending batches, as run.loader does before an epoch begins."""
     next(iter(run.loader))
 
 
@@ -90,7 +90,7 @@ def train(run, batches):
 
 
 def waiting(run):
-    """Return the number of batches whose gradients wait for an update."""
+    """Return the number of batches whose gradients are pending."""
     return run.state_dict()["job"]["pending"]
 
 
@@ -104,7 +104,7 @@ def assert_same(run, twin):
 
 
 def assert_recovers(make_run, batches, *armed, **how):
-    """Train with and without a trap; return the run that met the trap, with the other's weights and losses."""
+    """Train with and without a trap, and compare weights and losses. Return the run with the trap."""
     run, twin = make_run(), make_run()
     trap_of(run).arm(*armed, **how)
     losses, expected = train(run, batches), train(twin, batches)
@@ -120,11 +120,11 @@ def assert_recovers(make_run, batches, *armed, **how):
 
 
 class MemoryEnds(TorchDispatchMode):
-    """Inside, some calls of one operator run out of memory.
+    """Mode in which some calls of one operator run out of memory.
 
     Args:
-        operator: its name, such as ``"aten::zeros_like"``.
-        failing: the calls that fail, counted from 1.
+        operator: name of the operator, such as ``"aten::zeros_like"``.
+        failing: numbers of the calls that fail, counted from 1.
 
     Attributes:
         calls: number of calls so far.

@@ -1,4 +1,4 @@
-"""A training under a real limit of address space."""
+"""Training under a real limit of address space."""
 
 import subprocess
 import sys

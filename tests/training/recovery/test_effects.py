@@ -1,4 +1,4 @@
-"""What else a repeated step changes, and how often: buffers, random numbers, counts, the learning rate, memory."""
+"""Side effects of a repeated step: buffers, random numbers, counts, the learning rate, memory."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ def test_batchnorm_counts_once_and_knows_the_samples_once():
     for mine, other in zip(ours, theirs, strict=True):
         assert int(mine.num_batches_tracked) == int(other.num_batches_tracked) == 1
     assert before != [bits(b) for b in twin.model.buffers()]
-    # In front of the trap: what the whole batch has made of it.
+    # Layers before the trap keep the statistics of the whole batch.
     assert bits(ours[0].running_mean) == bits(theirs[0].running_mean)
     assert bits(ours[0].running_var) == bits(theirs[0].running_var)
 
@@ -48,7 +48,7 @@ def test_statistics_behind_the_failure_are_the_means_over_the_parts():
 
 
 class Remembers(nn.Module):
-    """Buffers of every make: infinite, replaced in each forward, growing, of other dtypes, none."""
+    """Module with all kinds of buffers: infinite, replaced in each forward, growing, of other dtypes, None."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses of parts: weighed so that they add up to the loss of the whole batch."""
+"""Losses of parts, weighted so that they add up to the loss of the whole batch."""
 
 import pytest
 from torch import nn
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def tokens_of(*lengths):
-    """Batches of 8 samples, with targets of which only the first ones count."""
+    """Return batches of 8 samples. Only the first targets of each batch count."""
     batches = []
     for (x, y), length in zip(batches_of(*[8] * len(lengths)), lengths, strict=True):
         y[length:] = -100
@@ -24,7 +24,7 @@ def tokens_of(*lengths):
     ids=["number", "tensor"],
 )
 def test_token_means(weight):
-    # Of the first batch the last parts weigh nothing: their own mean is 0 / 0.
+    # The last parts of the first batch have weight 0, because their own mean is 0 / 0.
     run = assert_recovers(lambda: make(loss_weight=weight, accumulate=2), tokens_of(3, 5, 8, 1), "backward", 2)
     assert run.micro_batch == 2
 

@@ -1,4 +1,4 @@
-"""Steps that run out of memory in forward or backward: repeated in smaller parts, with the weights of the whole."""
+"""Steps that run out of memory in forward or backward, repeated in parts with the weights of a whole step."""
 
 import itertools
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_step_is_the_unsplit_one(where, place, optimizer):
     run = assert_recovers(lambda: make(net(place=place), optimizer), batches_of(16, 16, 16), where, 8)
     assert run.micro_batch == 8
-    assert trap_of(run).sprung == 1  # what was learnt is kept
+    assert trap_of(run).sprung == 1  # later steps use the smaller parts
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -53,7 +53,7 @@ def test_halves_are_halved_again(where):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_later_part_is_halved_and_those_before_it_stay(where):
-    # The whole, then the first and the second of three parts pass; the third does not.
+    # The whole step fails. The first and second of three parts pass, and the third one fails.
     run = make()
     trap = trap_of(run)
     trap.arm(where, 4)
@@ -75,7 +75,7 @@ def _fail(trap):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_half_done_backward_of_an_accumulation_fails_twice(place):
-    # Layers behind the trap have their gradient of the batch, and then of a part, when the others fail.
+    # Layers after the trap have the gradients of the batch, and then of a part, when the other layers fail.
     run = assert_recovers(lambda: make(net(place=place), accumulate=3), batches_of(16, 16, 16), "backward", 3, spared=1)
     assert run.micro_batch == 2
 
@@ -145,7 +145,7 @@ def test_any_training_recovers(depth, data, sizes, accumulate, optimizer, max_gr
 def test_frozen_and_tied_weights(frozen):
     def made():
         model = net(4, 2)
-        model[0].weight = model[7].weight  # one leaf in front of the trap and behind it
+        model[0].weight = model[7].weight  # one leaf before and after the trap
         model[frozen].requires_grad_(False)
         return make(model, "sgd", accumulate=2)
 
@@ -197,7 +197,7 @@ def test_a_recorded_step_goes_the_same_way():
     for batch in batches[5:]:
         run.step(batch)
     assert recorder.replayed == replays
-    assert recorder.given_back == 1  # the memory of graphs is the parts' to use
+    assert recorder.given_back == 1  # the parts can use the memory of graphs
     assert run.micro_batch == 8
     train(twin, batches)
     assert_same(run, twin)

@@ -1,4 +1,4 @@
-"""Steps that cannot be recovered: the error says why, and the training stays as it was."""
+"""Steps that cannot be recovered. The error gives the reason, and the training state is unchanged."""
 
 import pytest
 import torch
@@ -46,9 +46,9 @@ def test_when_a_sample_does_not_fit_nothing_has_happened(where):
     assert MESSAGE in str(caught.value)
     told = reasons(str(caught.value))
     assert {"single-sample-too-large", "memory-of-parameters"} <= told
-    assert told & HELP == HELP - {"try-8-bit-moments"}  # there are no moments yet
+    assert told & HELP == HELP - {"try-8-bit-moments"}  # moments do not exist yet
     trap_of(run).arm("", 0)
-    train(run, batches_of(8, 16))  # and training goes on
+    train(run, batches_of(8, 16))  # training continues
     torch.manual_seed(5)
     train(twin, batches_of(8, 16))
     assert_same(run, twin)

@@ -1,11 +1,17 @@
-"""Updates that run out of memory: tried again as a whole, left out, or reported as cut in half."""
+"""Updates that run out of memory: repeated as a whole, skipped, or reported as partial."""
+
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import flatout
 from flatout.optim import PartialUpdateError
+from flatout.optim.atomic_update import AtomicUpdate
 from tests.helpers import Operators, bits
 from tests.reasons import reasons
 from tests.training.recovery.harness import (
@@ -30,7 +36,7 @@ UPDATES = [
 ]
 
 NEW_STATE = "aten::zeros_like"
-"""The operator that begins an optimizer's state."""
+"""Operator that initializes an optimizer's state."""
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -48,7 +54,7 @@ def test_an_update_of_ours_is_tried_again(failing, settings, is_scaled):
 
 
 class Hungry(torch.optim.SGD):
-    """Momentum that is begun entry by entry, and a step that may fail after some of its writes."""
+    """Optimizer that initializes its state entry by entry, and whose step may fail after some of its writes."""
 
     fails_after = None
 
@@ -80,7 +86,7 @@ def test_an_update_of_anybodys_that_has_written_nothing_is_tried_again(failing, 
         train(run, batches)
     train(twin, batches)
     assert memory.calls > failing
-    # A clip that is done twice is exact to 1e-6 of the norm, as torch's own is.
+    # A clip that runs twice is exact to 1e-6 of the norm, as torch's clip is.
     for ours, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert run.micro_batch is None
@@ -149,7 +155,7 @@ def test_torchs_step_in_the_place_of_ours(inv_scale):
     optimizer = flatout.optim.SGD(words.parameters(), lr=0.1)
     words(torch.tensor([1, 2])).sum().backward()
     before = bits(words.weight)
-    # Gradients that were scaled would be scaled once more.
+    # A repeated step would scale the gradients twice.
     error = torch.OutOfMemoryError if inv_scale is None else PartialUpdateError
     with MemoryEnds("aten::add_", 1) as memory, pytest.raises(error):
         flatout.optim.update(optimizer, inv_scale=inv_scale)
@@ -173,3 +179,206 @@ def test_an_update_that_fails_for_good_is_left_out(optimizer):
     train(run, rest)
     train(twin, rest)
     assert_same(run, twin)
+
+
+class AnyMemoryEnds(TorchFunctionMode):
+    """Mode in which the n-th call of torch, or of one of its functions, runs out of memory. Later calls succeed.
+
+    The class is no dispatch mode, because ``torch._foreach_`` functions then do not increase versions (torch 2.14).
+    """
+
+    def __init__(self, failing, name=""):
+        super().__init__()
+        self.failing, self.name, self.calls = failing, name, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func.__name__ == self.name if self.name else func.__name__ != "__get__"
+        if self.calls == self.failing:
+            self.failing = None
+            raise out_of_memory()
+        return func(*args, **(kwargs or {}))
+
+
+def mixed_parameters():
+    """Return parameters of two groups and two dtypes, without gradients."""
+    torch.manual_seed(0)
+    dtypes = [[torch.float32] * 4 + [torch.float64], [torch.float64, torch.float32]]
+    return [
+        {"params": [torch.randn(2, 3, dtype=dtype, requires_grad=True) for dtype in of_group]} for of_group in dtypes
+    ]
+
+
+def set_gradients(groups, step):
+    """Give other parameters gradients in each step. The first one never gets any."""
+    for i, p in enumerate(p for group in groups for p in group["params"]):
+        p.grad = torch.randn_like(p) if i in ((2, 4, 6) if step == 0 else (1, 2, 3, 5, 6)) else None
+
+
+def numbers_of(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [
+        (i, name, bits(value) if isinstance(value, torch.Tensor) else value)
+        for i, p in enumerate(parameters)
+        for name, value in optimizer.state.get(p, {}).items()
+    ]
+    return [bits(p) for p in parameters], state
+
+
+TORCHS = [
+    (torch.optim.Adadelta, {}), (torch.optim.Adagrad, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
+    (torch.optim.Adam, {"amsgrad": True}), (torch.optim.Adamax, {}), (torch.optim.ASGD, {}), (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+]  # fmt: skip
+FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+KINDS = [
+    *((cls, {**options, "foreach": foreach}) for cls, options in TORCHS for foreach in (True, False)),
+    *((cls, {**options, "fused": True}) for cls, options in TORCHS if cls in FUSED),
+    (torch.optim.Adafactor, {"foreach": True}),
+    (torch.optim.Adafactor, {"foreach": False}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), KINDS, ids=str)
+def test_every_write_of_torchs_optimizers_is_seen(cls, options):
+    """Every call of two steps fails once.
+
+    State may change only with an error about it, and the error requires a change.
+    """
+    failing, complete, told = 0, 0, 0
+    while complete < 2:
+        failing += 1
+        groups = mixed_parameters()
+        optimizer = cls(groups, lr=0.1, **options)
+        guard, memory, complete = AtomicUpdate(optimizer), AnyMemoryEnds(failing), 0
+        for step in range(2):
+            takes_late_ones = cls is not torch.optim.SGD or "fused" not in options  # torch 2.14: otherwise a TypeError
+            set_gradients(groups, step if takes_late_ones else 1)
+            before = numbers_of(optimizer)
+            try:
+                with memory, guard:
+                    optimizer.step()
+            except PartialUpdateError:
+                has_changed = numbers_of(optimizer) != before
+                assert has_changed or options.get("fused")
+                told += has_changed
+            except torch.OutOfMemoryError:
+                assert numbers_of(optimizer) == before
+                assert not guard.has_rewritten_gradients
+            else:
+                complete += 1
+                continue
+            break
+    assert told
+    assert failing > 4
+
+
+def guarded(groups, cls=torch.optim.SGD, **options):
+    optimizer = cls(groups, lr=0.1, **options)
+    set_gradients(groups, 1)
+    return optimizer, AtomicUpdate(optimizer)
+
+
+def test_a_parameter_that_has_changed_its_dtype_is_no_proof():
+    """The guard groups parameters by dtype before the change. The next update is guarded as usual."""
+    groups = mixed_parameters()
+    optimizer, guard = guarded(groups)
+    with guard:
+        optimizer.step()
+    changed = groups[0]["params"][3]
+    changed.data, changed.grad = changed.data.half(), None
+    for error in (PartialUpdateError, torch.OutOfMemoryError):
+        with pytest.raises(error), guard:
+            raise out_of_memory()
+
+
+def fails(*_):
+    raise out_of_memory()
+
+
+@pytest.mark.parametrize("where", ["post-hook", "global post-hook", "pre-hook", "class", "instance"])
+def test_code_of_the_user_is_seen_in_a_step(where, monkeypatch):
+    """Each writes to the last parameter, which torch would not write first, and fails."""
+    optimizer, guard = guarded(mixed_parameters()[:1], foreach=False)
+    last = optimizer.param_groups[0]["params"][-1]
+
+    def writes(*_):
+        with torch.no_grad():
+            last.add_(1)
+        raise out_of_memory()
+
+    if where == "post-hook":
+        optimizer.register_step_post_hook(writes)
+    elif where == "global post-hook":
+        handle = register_optimizer_step_post_hook(writes)
+    elif where == "pre-hook":
+        optimizer.register_step_pre_hook(writes)
+    else:
+        monkeypatch.setattr(torch.optim.SGD if where == "class" else optimizer, "step", writes)
+    try:
+        with pytest.raises(PartialUpdateError), guard:
+            optimizer.step()
+    finally:
+        if where == "global post-hook":
+            handle.remove()
+
+
+def test_a_fused_step_before_a_hook_that_fails_is_no_proof():
+    optimizer, guard = guarded([{"params": mixed_parameters()[0]["params"][:2]}], fused=True)
+    optimizer.register_step_post_hook(fails)
+    with pytest.raises(PartialUpdateError), guard:
+        optimizer.step()
+
+
+def test_a_fused_step_of_a_users_class_is_seen():
+    """The second group has no memory for its first state. The kernel of the first group increases no versions."""
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    optimizer, guard = guarded(mixed_parameters(), Own, fused=True)
+    with AnyMemoryEnds(7, "zeros_like"), pytest.raises(PartialUpdateError), guard:
+        optimizer.step()
+
+
+def test_foreach_on_wrapper_subclasses_is_no_proof():
+    p = TwoTensor(torch.zeros(3), torch.zeros(3)).requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=0.1, foreach=True)
+    with pytest.raises(PartialUpdateError), AtomicUpdate(optimizer):
+        raise out_of_memory()
+
+
+def test_an_optimizer_that_forgets_state_is_no_proof():
+    optimizer, guard = guarded(mixed_parameters(), momentum=0.9)
+    optimizer.step()
+    optimizer.step = lambda: optimizer.state.popitem() and fails()
+    with pytest.raises(PartialUpdateError), guard:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_coalesced", [True, False])
+@pytest.mark.parametrize("has_dense", [True, False])
+def test_scaled_gradients_are_seen_beside_sparse_ones(has_dense, is_coalesced):
+    words = torch.zeros(5, 3, requires_grad=True)
+    words.grad = torch.sparse_coo_tensor([[1, 2]], torch.ones(2, 3), (5, 3), is_coalesced=is_coalesced)
+    dense = torch.zeros(3, requires_grad=True)
+    dense.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([words, dense] if has_dense else [words], lr=0.1)
+    guard = AtomicUpdate(optimizer)
+    with pytest.raises(torch.OutOfMemoryError), guard:
+        raise out_of_memory()
+    assert not guard.has_rewritten_gradients
+    optimizer.step = fails
+    with pytest.raises(torch.OutOfMemoryError), guard:
+        flatout.optim.update(optimizer, inv_scale=0.5)
+    assert guard.has_rewritten_gradients
+
+
+def test_a_guard_keeps_no_state_alive():
+    optimizer, guard = guarded(mixed_parameters(), momentum=0.9)
+    optimizer.step()
+    with guard:
+        optimizer.step()
+    kept = [weakref.ref(value) for entry in optimizer.state.values() for value in entry.values()]
+    optimizer.state.clear()
+    assert not any(ref() is not None for ref in kept)

@@ -1,4 +1,4 @@
-"""Warnings of steps that run out of memory: one each time that parts become smaller, with what differs."""
+"""Warnings of steps that run out of memory: one for each smaller size of parts, with all differences."""
 
 import warnings
 
@@ -13,7 +13,7 @@ DIFFERENCES = {"assumes-mean-over-samples", "batchnorm-sees-parts", "hooks-see-p
 
 
 def warnings_of(run, *sizes, limit=8):
-    """Return the warnings of steps of these sizes, when more than ``limit`` samples do not fit."""
+    """Return the warnings of steps of these sizes, if more than ``limit`` samples do not fit."""
     trap_of(run).arm("forward", limit)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -25,7 +25,7 @@ def warnings_of(run, *sizes, limit=8):
 
 
 def differences(warning):
-    """Return the codes of what differs from the whole batch."""
+    """Return the codes of the differences from the whole batch."""
     assert "computed-in-parts" in reasons(warning)
     return reasons(warning) & DIFFERENCES
 

@@ -1,4 +1,4 @@
-"""The demo: two jobs on real data, trained as people first write it and then through ``flatout.optimize``."""
+"""Demo: two jobs on real data, each trained with a plain loop and through ``flatout.optimize``."""
 
 from flatout.cli.demo_jobs.runner import JOBS, run_demo
 

@@ -1,4 +1,4 @@
-"""What a demo job is: real data, a model, a loss and the numbers it is trained with, as data."""
+"""Data class of a demo job: real data, a model, a loss and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from torch.utils.data import Dataset
 Sample = tuple[Tensor, Tensor]
 
 LONG_TRAINING = 50_000
-"""Steps that ``optimize`` is told to expect. The demo trains for seconds, where half a minute of compilation can
-never pay; it decides as for a training worth optimizing, and shows what the tuning cost beside what it brought."""
+"""Value of ``expected_steps`` in the demo.
+
+The demo trains for seconds, in which half a minute of compilation never pays back. With this value, the tuning decides
+as for a long training. The demo shows the time of the tuning beside the gain.
+"""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The hyper-parameters that the naive and the optimized training share.
+    """Hyper-parameters that the naive and the optimized training share.
 
     Attributes:
         epochs: passes over the training data.
         batch_size: samples per step.
-        lr: learning rate given to ``torch.optim.AdamW``; everything else keeps torch's default.
-        seed: seeds initial weights, shuffling and dropout.
+        lr: learning rate of ``torch.optim.AdamW``. The other arguments have torch's defaults.
+        seed: seed of initial weights, shuffling and dropout.
     """
 
     epochs: int
@@ -34,18 +37,18 @@ class Training:
 
 @dataclass(frozen=True)
 class DemoJob:
-    """A training job on real data.
+    """Training job on real data.
 
     Attributes:
-        name: what ``--job`` calls it.
-        title: one line for people.
-        unit: what one sample is, in the plural.
+        name: name in ``--job``.
+        title: description in one line.
+        unit: word for samples, in the plural.
         train: training samples, transformed in Python one by one.
-        held_out: samples that no training step sees.
-        build_model: a freshly initialised model, on the CPU; its weights depend on torch's global seed only.
+        held_out: samples that no training step uses.
+        build_model: returns a newly initialized model on the CPU. The weights depend only on torch's global seed.
         loss_fn: ``(outputs, targets) -> scalar``, a mean over samples.
         training: hyper-parameters.
-        metrics: further held-out measures, ``(outputs, targets) -> mean over the batch``.
+        metrics: further held-out metrics by name, ``(outputs, targets) -> mean over the batch``.
     """
 
     name: str

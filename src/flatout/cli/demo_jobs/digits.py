@@ -13,20 +13,20 @@ from torch.utils.data import Dataset
 from flatout.cli.demo_jobs.demo_job import DemoJob, Sample, Training
 
 HELD_OUT = 360
-"""Images kept for the final accuracy; the other 1,437 are trained on."""
+"""Number of images for the final accuracy. The other 1,437 images are for training."""
 
 MEAN, STD = 0.3053, 0.3760
-"""Of the training pixels scaled to [0, 1]."""
+"""Mean and standard deviation of the training pixels, scaled to [0, 1]."""
 
 
 @dataclass(frozen=True)
 class DigitsSize:
-    """How large the job is.
+    """Size of the job.
 
     Attributes:
-        width: channels of the first convolution; everything else is a multiple of it.
+        width: channels of the first convolution. The other widths are multiples of ``width``.
         training: hyper-parameters.
-        images: training images used; None takes all 1,437.
+        images: number of training images; None takes all 1,437.
     """
 
     width: int
@@ -42,17 +42,17 @@ SIZES = {
 
 
 class DigitImages(Dataset[Sample]):
-    """Images as stored, turned into tensors one by one, as torchvision's ``ToTensor`` + ``Normalize`` do."""
+    """Images that become tensors one by one, as with torchvision's ``ToTensor`` and ``Normalize``."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        self.images = images  # [N, 8, 8], float64 holding 0..16
+        self.images = images  # [N, 8, 8], float64, values 0..16
         self.labels = labels  # [N], int64
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns the normalised image ([1, 8, 8], float32) and its label (0-dim, int64)."""
+        """Return the normalized image ([1, 8, 8], float32) and its label (0-dim, int64)."""
         image = self.images[index].astype(np.float32) / 16.0
         tensor = torch.from_numpy(image).unsqueeze(0)
         tensor = (tensor - MEAN) / STD
@@ -60,16 +60,16 @@ class DigitImages(Dataset[Sample]):
 
 
 def load(limit: int | None = None) -> tuple[DigitImages, DigitImages]:
-    """Reads the digits and splits them the same way every time.
+    """Read the digits, and split the images in the same way every time.
 
     Args:
-        limit: keep only so many training images.
+        limit: number of training images; None takes all.
 
     Returns:
-        Training and held-out images; no image is in both.
+        Training and held-out images. No image is in both.
 
     Raises:
-        ImportError: scikit-learn, which carries the images, is not installed.
+        ImportError: scikit-learn, which contains the images, is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -86,10 +86,10 @@ def load(limit: int | None = None) -> tuple[DigitImages, DigitImages]:
 
 
 def build_model(width: int) -> nn.Sequential:
-    """Two blocks of convolution, batch normalisation and pooling, then two linear layers with dropout.
+    """Return two blocks of convolution, batch normalization and pooling, then two linear layers with dropout.
 
     Args:
-        width: channels of the first convolution; the second has twice as many.
+        width: channels of the first convolution. The second convolution has twice as many.
     """
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),
@@ -109,12 +109,12 @@ def build_model(width: int) -> nn.Sequential:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Share of samples whose highest score is the right class; 0-dim float32."""
+    """Return the share of samples whose highest score is the right class, 0-dim float32."""
     return (outputs.argmax(dim=-1) == targets).float().mean()
 
 
 def build(size: DigitsSize) -> DemoJob:
-    """The job at one of ``SIZES``."""
+    """Return the job at one of ``SIZES``."""
     train, held_out = load(size.images)
     return DemoJob(
         name="digits",

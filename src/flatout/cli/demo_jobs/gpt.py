@@ -1,4 +1,4 @@
-"""Job 2: a byte-level GPT on the English text that every CPython carries, its own language reference."""
+"""Job 2: a byte-level GPT on CPython's own language reference, an English text that every CPython contains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils.data import Dataset
 from flatout.cli.demo_jobs.demo_job import DemoJob, Sample, Training
 
 HELD_OUT_SHARE = 0.1
-"""Share of the text, its tail, that is kept for the validation loss."""
+"""Share of the text, at its end, for the validation loss."""
 
 
 @dataclass(frozen=True)
 class GptSize:
-    """How large the job is.
+    """Size of the job.
 
     Attributes:
         layers: transformer blocks.
         heads: attention heads per block.
         width: features of a position, a multiple of ``heads``.
-        context: bytes that one window holds.
+        context: bytes of one window.
         stride: bytes from the start of one training window to the start of the next.
         training: hyper-parameters.
-        text: bytes of the text used; None takes all of it.
+        text: number of bytes of the text; None takes the whole text.
     """
 
     layers: int
@@ -46,7 +46,7 @@ SIZES = {
 
 
 class TextWindows(Dataset[Sample]):
-    """Windows of a text; each is cut out and converted when it is asked for."""
+    """Windows of a text. A window becomes a tensor when it is read."""
 
     def __init__(self, text: bytes, context: int, stride: int) -> None:
         self.text = text
@@ -57,7 +57,7 @@ class TextWindows(Dataset[Sample]):
         return max(0, (len(self.text) - self.context - 1) // self.stride + 1)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns a window's bytes and the bytes that follow each of them, both [context], int64."""
+        """Return the bytes of a window and the byte after each of these bytes, both [context], int64."""
         start = index * self.stride
         window = self.text[start : start + self.context + 1]
         ids = torch.tensor(list(window), dtype=torch.long)
@@ -65,10 +65,10 @@ class TextWindows(Dataset[Sample]):
 
 
 def read_text(limit: int | None = None) -> bytes:
-    """CPython's language reference as ``help()`` shows it, about 460 KB of English.
+    """Return CPython's language reference as ``help()`` shows it, about 460 KB of English.
 
     Args:
-        limit: keep only so many bytes.
+        limit: number of bytes; None takes all.
     """
     from pydoc_data.topics import topics
 
@@ -76,15 +76,15 @@ def read_text(limit: int | None = None) -> bytes:
 
 
 def load(context: int, stride: int, limit: int | None = None) -> tuple[TextWindows, TextWindows]:
-    """Splits the text: its tail is held out.
+    """Read the text, and split off its end as held-out text.
 
     Args:
         context: bytes per window.
-        stride: bytes between the starts of training windows; held-out windows do not overlap.
-        limit: keep only so many bytes of the text.
+        stride: bytes between the starts of training windows. Held-out windows have the stride ``context``.
+        limit: number of bytes of the text; None takes all.
 
     Returns:
-        Training and held-out windows; no byte is in both.
+        Training and held-out windows. No byte is in both.
     """
     text = read_text(limit)
     cut = int(len(text) * (1 - HELD_OUT_SHARE))
@@ -92,7 +92,7 @@ def load(context: int, stride: int, limit: int | None = None) -> tuple[TextWindo
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal self-attention, then a four times wider perceptron."""
+    """Pre-norm transformer block: causal self-attention, then a perceptron with ``4 * width`` hidden units."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [N, T, C] to [N, T, C]."""
+        """Map [N, T, C] to [N, T, C]."""
         n, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT over bytes: learned positions, pre-norm blocks, output weights shared with the embedding."""
+    """GPT over bytes: learned positions, pre-norm blocks, output weights shared with the embedding."""
 
     def __init__(self, layers: int, heads: int, width: int, context: int) -> None:
         super().__init__()
@@ -127,18 +127,18 @@ class Gpt(nn.Module):
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Maps bytes [N, T], int64, to next-byte scores [N, T, 256]."""
+        """Map bytes [N, T], int64, to scores of the next bytes [N, T, 256]."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
 
 def next_byte_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte of scores [N, T, 256] against targets [N, T]."""
+    """Return the mean cross-entropy, nats per byte, of scores [N, T, 256] against targets [N, T]."""
     return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def build(size: GptSize) -> DemoJob:
-    """The job at one of ``SIZES``."""
+    """Return the job at one of ``SIZES``."""
     train, held_out = load(size.context, size.stride, size.text)
     return DemoJob(
         name="gpt",

@@ -1,7 +1,7 @@
-"""The two trainings of a job, as people first write it and through ``flatout.optimize``, taking turns.
+"""Two trainings of a job that take turns: a plain loop, and a loop through ``flatout.optimize``.
 
-A machine's speed drifts while other things run on it, by half and more within a minute. Two trainings one after the
-other would show that drift; in turns of a second each, both meet the same machine.
+The speed of a machine drifts while other programs run, by half and more within a minute. Two trainings one after the
+other would show the drift. Turns of one second expose both trainings to the same drift.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flatout.cli.demo_jobs.demo_job import LONG_TRAINING, DemoJob, Sample
 from flatout.core.random_state import RandomState
 
 Tick = Callable[[int, float | None, float], None]
-"""Told after every step: samples just trained on, the loss where the host has it, training seconds so far."""
+"""Function to call after every step, with the step's samples, the loss if the host has it, and the seconds so far."""
 
 TURN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training gave.
+    """Result of one training.
 
     Attributes:
-        seconds: the training loop alone, data loading included; evaluation and tuning are not in it.
-        samples_per_second: samples trained on / seconds.
-        metrics: held-out ``"loss"`` and the job's own metrics.
+        seconds: duration of the training loop, with data loading, without evaluation and tuning.
+        samples_per_second: samples trained on, divided by ``seconds``.
+        metrics: held-out ``"loss"`` and the job's own metrics, by name.
     """
 
     seconds: float
@@ -42,21 +42,22 @@ class Outcome:
 
 
 def make_loader(job: DemoJob) -> DataLoader[Sample]:
-    """The loader that people write first."""
+    """Return a plain loader, without workers or pinned memory."""
     return DataLoader(job.train, batch_size=job.training.batch_size, shuffle=True)
 
 
 def make_model(job: DemoJob) -> nn.Module:
-    """A model whose initial weights are the same on every call; seeds torch for what follows."""
+    """Seed torch, and return a model. Its initial weights are the same in every call."""
     torch.manual_seed(job.training.seed)
     return job.build_model()
 
 
 class Lane(ABC):
-    """One training of a job that can be run in turns; its random numbers are its own.
+    """Training of a job that runs in turns, with a separate random state.
 
     Attributes:
-        seconds: the training loop alone so far, data loading included; evaluation and tuning are not in it.
+        seconds: duration of the training loop so far, with data loading, without evaluation and tuning.
+        steps: the steps that are left. Each yields its samples, and the loss if the host has it.
     """
 
     def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick) -> None:
@@ -65,22 +66,22 @@ class Lane(ABC):
         self._device = device
         self._epochs = epochs
         self._tick = tick
-        self._steps = self._train()
+        self.steps = self._train()
         self._random = RandomState.capture()
 
     @abstractmethod
     def _train(self) -> Iterator[tuple[int, float | None]]:
-        """Train step by step; yields samples and, where the host has it, the loss."""
+        """Train step by step. Yield the samples of each step, and the loss if the host has it, else None."""
 
     @abstractmethod
     def _metrics(self) -> dict[str, float]:
-        """Held-out ``"loss"`` and the job's own metrics."""
+        """Return the held-out ``"loss"`` and the job's own metrics."""
 
     def turn(self, seconds: float = math.inf) -> bool:
-        """Train for about so long; whether there is more to do."""
+        """Train for about ``seconds``. Return False if the training is complete."""
         self._random.restore()
         start, more = time.perf_counter(), False
-        for samples, loss in self._steps:
+        for samples, loss in self.steps:
             elapsed = time.perf_counter() - start
             self._tick(samples, loss, self.seconds + elapsed)
             if elapsed >= seconds:
@@ -93,20 +94,20 @@ class Lane(ABC):
         return more
 
     def outcome(self) -> Outcome:
-        """What the whole training gave."""
+        """Return the result of the whole training."""
         samples = self._epochs * len(self._job.train)  # type: ignore[arg-type]
         return Outcome(self.seconds, samples / self.seconds, self._metrics())
 
 
 def take_turns(lanes: Sequence[Lane]) -> None:
-    """Train every lane to its end, one second each in turn."""
+    """Train every lane to its end, in turns of ``TURN_SECONDS``."""
     running = list(lanes)
     while running:
         running = [lane for lane in running if lane.turn(TURN_SECONDS)]
 
 
 class Naive(Lane):
-    """The loop of the tutorials; nothing in it is slowed down on purpose."""
+    """Plain loop, as in tutorials. No part is slowed down on purpose."""
 
     def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick) -> None:
         self._model = make_model(job).to(device)
@@ -130,18 +131,18 @@ class Naive(Lane):
 
 
 class Optimized(Lane):
-    """The same model on the same data through ``flatout.optimize``; nothing in the loop waits for the device.
+    """Training of the same model on the same data through ``flatout.optimize``. The loop does not wait for the device.
 
     Args:
-        job: what to train.
-        device: where.
+        job: job to train.
+        device: device of the training.
         epochs: passes over the training data.
-        tick: told after every step, without a loss.
-        budget: seconds that measuring may take.
+        tick: function to call after every step, without a loss.
+        budget: seconds that measurements may take.
 
     Attributes:
-        report: what was tried, kept and undone.
-        tuning_seconds: the call of ``optimize``, from start to return.
+        report: report of ``flatout.optimize``.
+        tuning_seconds: duration of the call of ``flatout.optimize``.
     """
 
     def __init__(self, job: DemoJob, device: torch.device, epochs: int, tick: Tick, budget: float) -> None:
@@ -176,7 +177,7 @@ class Optimized(Lane):
 
 @torch.no_grad()
 def evaluate(job: DemoJob, model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Means over the held-out samples: ``"loss"`` and the job's metrics."""
+    """Return the means of ``"loss"`` and of the job's metrics over the held-out samples."""
     model.eval()
     measures = {"loss": job.loss_fn, **job.metrics}
     sums = dict.fromkeys(measures, 0.0)

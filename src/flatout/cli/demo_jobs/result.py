@@ -1,4 +1,4 @@
-"""What the demo found, as data, as text and as a page."""
+"""Results of the demo, as data, as text and as a page."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job, trained twice.
+    """Result of one job, trained twice.
 
     Attributes:
-        job: its name.
-        title: one line for people.
-        unit: what a sample is, in the plural.
+        job: name of the job.
+        title: description in one line.
+        unit: word for samples, in the plural.
         epochs: passes over the training data, the same for both trainings.
         parameters: number of trainable numbers in the model.
-        naive: the training as people first write it.
-        optimized: the training through ``flatout.optimize``.
-        tuning_seconds: what ``flatout.optimize`` took.
-        report: what it found.
+        naive: result of the plain loop.
+        optimized: result of the training through ``flatout.optimize``.
+        tuning_seconds: duration of ``flatout.optimize``.
+        report: report of ``flatout.optimize``.
     """
 
     job: str
@@ -50,12 +50,12 @@ class JobResult:
 
     @property
     def speedup(self) -> float:
-        """Training throughput, optimized / naive, data loading included, tuning not."""
+        """Ratio of training throughputs, optimized / naive, with data loading and without tuning."""
         return self.optimized.samples_per_second / self.naive.samples_per_second
 
     @property
     def why_another_number(self) -> str:
-        """Sentences on the speedup in the report, which is another figure; empty if the report has none."""
+        """Sentences on the report's speedup, which differs from ``speedup``; empty if the report has no speedup."""
         factor = wording.speedup(self.report.summary)
         if factor is None:
             return ""
@@ -65,7 +65,7 @@ class JobResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; the report is nested with its own schema version."""
+        """Return plain data. The report is nested, with its own schema version."""
         return {
             "job": self.job,
             "title": self.title,
@@ -102,7 +102,7 @@ class JobResult:
 
     @property
     def cells(self) -> list[list[str]]:
-        """Cells of the same table, a row for each training."""
+        """Cells of the table that compares the trainings, one row for each training."""
         rows = []
         for name, outcome in (("as first written", self.naive), ("through flatout", self.optimized)):
             rate = formatting.count(outcome.samples_per_second)
@@ -113,12 +113,12 @@ class JobResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All jobs of one run of the demo.
+    """Results of one run of the demo.
 
     Attributes:
-        jobs: in the order they ran.
-        seconds: the whole run, tuning and evaluation included.
-        command: what gives these figures again.
+        jobs: results of the jobs, in the order of the runs.
+        seconds: duration of the whole run, with tuning and evaluation.
+        command: command that repeats the measurements.
     """
 
     jobs: tuple[JobResult, ...]
@@ -126,13 +126,13 @@ class DemoResult:
     command: str
 
     def to_json(self) -> str:
-        """Everything shown, as JSON text."""
+        """Return everything shown, as JSON text."""
         jobs = [job.to_dict() for job in self.jobs]
         data = {"schema": SCHEMA_VERSION, "command": self.command, "seconds": self.seconds, "jobs": jobs}
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     def to_html(self) -> str:
-        """One self-contained page."""
+        """Return one self-contained page."""
         body = html.render("demo.html.j2", demo=self, steps=LONG_TRAINING, report=report_page.fragment)
         return str(html.render("page.html.j2", title="flatout demo", body=body))
 

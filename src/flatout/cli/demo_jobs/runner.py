@@ -1,4 +1,4 @@
-"""Runs the demo's jobs and shows what happens while it happens."""
+"""Runner of the demo's jobs, with live progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOBS: dict[str, Callable[[str], DemoJob]] = {
     "digits": lambda size: digits.build(digits.SIZES[size]),
     "gpt": lambda size: gpt.build(gpt.SIZES[size]),
 }
-"""Every job: its name, and what builds it at the size ``"cpu"``, ``"cuda"`` or ``"quick"``."""
+"""Builder of each job, by the job's name. The argument is the size, ``"cpu"``, ``"cuda"`` or ``"quick"``."""
 
 _REFRESH_SECONDS = 0.2
 
@@ -33,15 +33,18 @@ def run_demo(
     budget: float = 45.0,
     command: str = "flatout demo",
 ) -> DemoResult:
-    """Trains each job twice, in turns, and prints the comparison and the report.
+    """Train each job twice, in turns, and print the comparison and the report.
 
     Args:
-        names: of ``JOBS``.
-        console: where progress and results are shown.
-        quick: very small sizes.
+        names: names of jobs in ``JOBS``.
+        console: console for progress and results.
+        quick: use very small sizes.
         epochs: passes over the training data; None takes the job's own number.
-        budget: seconds per job that measuring may take.
-        command: what the user typed, for the record.
+        budget: seconds per job that measurements may take.
+        command: command line of the user, for the result.
+
+    Returns:
+        The results of all jobs.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.perf_counter()
@@ -53,7 +56,7 @@ def run_demo(
 
 
 def run_job(job: DemoJob, device: torch.device, epochs: int, budget: float, console: Console) -> JobResult:
-    """Trains one job twice, in turns, and prints the comparison and the report."""
+    """Train one job twice, in turns, and print the comparison and the report."""
     console.print(Rule(f"[bold]{job.title}", align="left", style="dim"))
     bars = _Bars(console, job, epochs)
     tuned = Optimized(job, device, epochs, bars.add("through flatout"), budget)
@@ -76,7 +79,7 @@ def run_job(job: DemoJob, device: torch.device, epochs: int, budget: float, cons
 
 
 class _Bars:
-    """A progress bar for each training; they fill in turns."""
+    """Progress bars of the trainings. The bars advance in turns."""
 
     def __init__(self, console: Console, job: DemoJob, epochs: int) -> None:
         self._total = epochs * len(job.train)  # type: ignore[arg-type]
@@ -99,7 +102,7 @@ class _Bars:
         self._progress.stop()
 
     def add(self, label: str) -> Tick:
-        """One more bar; returns what moves it."""
+        """Add a bar, and return the function that advances the bar."""
         task = self._progress.add_task(label, total=self._total, rate="", seconds="", loss="")
         done, shown = 0, 0.0
 

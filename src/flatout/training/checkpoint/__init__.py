@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, verified when read, resumed bit-exactly."""
+"""Checkpoints that are written atomically, verified when read, and resumed bit-exactly."""
 
 from flatout.training.checkpoint.file import CorruptCheckpointError, read, write
 from flatout.training.checkpoint.folder import Folder, newest_in

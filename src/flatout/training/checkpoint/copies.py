@@ -20,11 +20,11 @@ def mapped(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
     Args:
         state: tensors, numbers, strings, and lists, tuples and dicts of these.
-        tensor: maps each tensor, once per tensor: tied weights stay tied.
+        tensor: function that maps a tensor, and is called once per tensor, so that tied weights stay tied.
 
     Raises:
-        TypeError: the state holds an object that ``torch.load`` refuses, or a distributed tensor. The message names its
-            place.
+        TypeError: the state holds an object that ``torch.load`` rejects, or a distributed tensor. The message names the
+            place of the object.
     """
     known: dict[Any, Tensor] = {}
 
@@ -69,10 +69,10 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 class HostCopies:
-    """Copies of states in host memory. Each copy reuses the buffers of the one before.
+    """Copies of states in host memory. Each copy reuses the buffers of the previous copy.
 
     The training stream copies tensors on a GPU, in order with its other work. So the host does not wait, and the copy
-    holds no write of a later step.
+    contains no write of a later step.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class HostCopies:
         self._events: list[torch.cuda.Event] = []
 
     def copy(self, state: Any) -> Any:
-        """Return a copy of a state. The copy is complete after ``wait`` and valid until the next ``copy``.
+        """Return a copy of a state. The copy is complete after ``wait``, and valid until the next ``copy``.
 
         Raises:
             TypeError: as in ``mapped``.

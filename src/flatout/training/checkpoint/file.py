@@ -1,4 +1,4 @@
-"""One state in one file: written atomically, and verified when read."""
+"""File with one state, written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ZIP = b"PK\x03\x04"
 
 
 class CorruptCheckpointError(ValueError):
-    """A file is corrupt, or was not written by ``write``."""
+    """Error of a file that is corrupt, or was not written by ``write``."""
 
 
 def write(path: str | Path, state: Any) -> None:
-    """Write ``state`` to ``path``. Readers find the old file or the new one, even after a power cut.
+    """Write ``state`` to ``path``. Readers find the old file or the new file, even after a power failure.
 
-    The file is a file of ``torch.save`` with a trailer, which ``torch.load`` ignores. The trailer is little endian:
+    The file is a file of ``torch.save`` with a trailer, which ``torch.load`` ignores. The trailer is little-endian:
 
     - 7 bytes: name of the format
-    - 1 byte: its version
+    - 1 byte: version of the format
     - 8 bytes: size of the file without the trailer
     - 4 bytes: CRC-32 of all bytes before this field
 
@@ -62,7 +62,9 @@ def write(path: str | Path, state: Any) -> None:
 
 
 def read(path: str | Path) -> Any:
-    """Return the state that ``write`` wrote to ``path``, with tensors on the CPU. Runs no code (``weights_only``).
+    """Return the state that ``write`` wrote to ``path``, with tensors on the CPU.
+
+    Loading uses ``weights_only``, so no code of the file runs.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -84,7 +86,7 @@ def read(path: str | Path) -> Any:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the path of the temporary file for ``path``. The next write replaces one that a crash left."""
+    """Return the path of the temporary file for ``path``. The next write replaces a file that remains after a crash."""
     return path.with_name(f".{path.name}.tmp")
 
 

@@ -15,10 +15,10 @@ _KEEP_DAMAGED = 2
 
 
 class Folder:
-    """Folder of checkpoints. One training at a time may write to it.
+    """Folder of checkpoints. Only one training at a time may write to the folder.
 
     Args:
-        path: the folder, made if it is missing. Partial files of a crash are removed.
+        path: the folder, which is created if missing. Partial files of a crash are removed.
         keep: number of checkpoints to keep, >= 1.
 
     Raises:
@@ -39,9 +39,9 @@ class Folder:
         return self._path / f"step-{step:010d}.pt"
 
     def newest(self) -> Any:
-        """Return the newest state that is readable; None if there is no checkpoint yet.
+        """Return the newest state that is readable, or None if there is no checkpoint yet.
 
-        Newer files that are damaged give a warning and are renamed to ``*.damaged``.
+        A newer damaged file gives a warning, and is renamed to ``*.damaged``.
 
         Raises:
             CorruptCheckpointError: every file is damaged. The files are not changed.

@@ -1,4 +1,4 @@
-"""Delayed termination: SIGTERM, which cluster schedulers send before SIGKILL, and Ctrl-C take effect after a save."""
+"""Delay of SIGTERM and Ctrl-C until a save is complete. Cluster schedulers send SIGTERM before SIGKILL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Termination:
     Inside the block the signals set ``asked``. After the block they take effect.
 
     A second SIGINT takes effect at once. Ignored signals stay ignored. Outside the main thread nothing changes, because
-    Python handles signals only there.
+    Python handles signals only in the main thread.
 
     Attributes:
         asked: True after a signal has arrived.
@@ -34,11 +34,11 @@ class Termination:
 
     @property
     def number(self) -> int:
-        """Number of the signal that has arrived; 0 before."""
+        """Number of the signal that has arrived, or 0 before a signal."""
         return max(self._to_obey, default=0)
 
     def ask(self, number: int) -> None:
-        """Treat a signal to another rank as one to this process."""
+        """Treat a signal to another rank as a signal to this process."""
         self.asked = True
         if not self._to_obey:
             self._to_obey.add(number)
@@ -51,8 +51,8 @@ class Termination:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number in list(self._before):
             self._put_back(number)
-        # The signal ends the process before Python shows the error. On several ranks, the hook also tells the others,
-        # which may be blocked in a collective.
+        # The signal ends the process before Python shows the error. On several ranks, the hook also notifies the other
+        # ranks, which may be blocked in a collective.
         if error is not None and signal.SIGTERM in self._to_obey:
             sys.excepthook(type(error), error, error.__traceback__)
         for number in _SIGNALS:
@@ -64,7 +64,7 @@ class Termination:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_child = os.getpid() != self._process  # forked inside the block: it has nothing to save
+        is_child = os.getpid() != self._process  # a child that was forked inside the block has nothing to save
         if is_child and number == signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ class Termination:
             self._put_back(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         else:
-            # A terminal also sends SIGINT to child processes: workers continue until the step has its batch.
+            # A terminal also sends SIGINT to child processes. Workers continue, so that the step gets its batch.
             self.asked = True
             self._to_obey.add(number)
             if number == signal.SIGINT and not is_child:

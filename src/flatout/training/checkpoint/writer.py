@@ -13,7 +13,7 @@ from flatout.training.checkpoint.copies import HostCopies, mapped
 
 
 class Writer:
-    """Writer of one state at a time. A process finishes its write before it exits."""
+    """Writer of one state at a time. A process completes its write before it exits."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
@@ -28,12 +28,13 @@ class Writer:
         Args:
             path: the file.
             state: see :func:`flatout.training.checkpoint.file.write`.
-            asynchronous: copy the state into host memory, and write the copy while training continues.
+            asynchronous: True to copy the state into host memory, and to write the copy while training continues.
             then: called by the writing thread when the state is on disk.
 
         Raises:
             TypeError: the state holds an object that cannot be written.
-            OSError: this write failed. If ``asynchronous``: the previous write failed, and this one has started.
+            OSError: this write failed, or the previous asynchronous write failed. In the second case this write is
+                complete, or has started if ``asynchronous``.
         """
         failed = self._failure()
         if not asynchronous:
@@ -52,7 +53,7 @@ class Writer:
             raise failed
 
     def _failure(self) -> BaseException | None:
-        """Wait for the write and return its error. After an interrupted wait the write keeps its memory."""
+        """Wait for the write, and return its error. If the wait is interrupted, the next call waits again."""
         if self._under_way is None:
             return None
         failed = self._under_way.exception()
@@ -63,7 +64,7 @@ class Writer:
         try:
             self._copies.wait()
             _write(path, copy, then)
-        except Exception as error:  # the next call raises the error, if there is one
+        except Exception as error:  # the next call raises the error, but there may be no next call
             warnings.warn(f"the checkpoint {path} was not written: {error}", RuntimeWarning, stacklevel=1)
             raise
 

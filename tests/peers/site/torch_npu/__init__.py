@@ -1,4 +1,4 @@
-"""Stands in for the package that a vendor's copy of torch's tests imports, where they run on a CPU."""
+"""Fake of a package that a vendor's copy of torch's tests imports, for runs on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.testing._internal.common_device_type as device_type
 
 
 class _Absent(types.ModuleType):
-    """A module whose decorators skip what they decorate."""
+    """Module whose decorators skip the decorated tests."""
 
     __path__: list[str] = []  # noqa: RUF012
 
@@ -29,7 +29,7 @@ def _on_cpu(tests: type, scope: dict[str, Any], only_for: Any = None, **kwargs: 
 
 for _name in ("npu", "contrib", "testing", "testing.common_distributed", "testing.common_utils", "testing.decorator"):
     sys.modules[f"{__name__}.{_name}"] = _Absent(f"{__name__}.{_name}")
-# Restricts tests to models of the vendor's device; torch's own have no such decorator.
+# This decorator restricts tests to models of the vendor's device. torch's tests do not have such a decorator.
 sys.modules[f"{__name__}.testing.common_utils"].SupportedDevices = lambda models: lambda test: test
 testing = sys.modules[f"{__name__}.testing"]
 torch.Tensor.is_npu = False

@@ -1,0 +1,1 @@
+"""Tests of the documentation: README and the pages in docs/."""
