@@ -1,23 +1,26 @@
-"""Claim: headlines are true and budgets are kept beside other programs, and on a quiet machine nothing gets slower.
+"""Claim: headline gains are true and budgets hold beside other programs, and no job gets slower on a quiet machine.
 
-    python -m pytest benchmarks/busy_machine.py -s
+    pytest benchmarks/busy_machine.py -s --full
 
-Four jobs beside 0, 2, 4 and 8 busy loops, six runs each. A run calls ``optimize(plan=None)`` with its default budget,
-in a process of its own. Then, beside the same loops, the tuned loop takes turns with the original, ten times as long as
-the last race of ``optimize`` took. The original is the same as in that race: it has the rules, which need no trial. It
-runs in another process. Goals: on a quiet machine no tuned loop below 0.97 of the original, and no seconds above the
-budget, an update and the setup under way.
+Four jobs run beside 0, 2, 4 and 8 busy loops, six times each. A run calls ``optimize(plan=None)`` with its default
+budget, in a separate process. Then, beside the same busy loops, the tuned loop takes turns with the original loop. This
+comparison takes ten times as long as the last race of ``optimize``. As in that race, the original loop has the rules,
+which require no trial. It runs in another process.
+
+Goals for a quiet machine: every tuned loop reaches 0.97 of the speed of the original loop. The tuning takes no longer
+than the budget, one update, and the setup that runs at the end of the budget.
 
     readme      the README's call, with its 10 epochs, for a perceptron on a table
     digits_cnn  a long training (100,000 steps), as in the other benchmarks
-    byte_gpt    the same
-    long_step   ResNet-18 with a batch for which a plain update takes 2 s on the quiet machine; 60 s of budget
+    byte_gpt    a long training (100,000 steps)
+    long_step   ResNet-18 with a batch for which a plain update takes 2 s on the quiet machine, with a budget of 60 s
 
-Each run is added to benchmarks/results/busy_machine.json, or to $OUT/busy_machine.json where that is set. What is there
-is not measured again, so that a second call continues. Every job has a run beside every load before any has its second.
+With ``--full``, each run is added to benchmarks/results/busy_machine.json, or to $OUT/busy_machine.json if $OUT is set.
+Recorded runs are not repeated, so a second call continues. Every job runs beside every load once before the second runs
+begin.
 
-``-k "digits_cnn and busy8"`` chooses runs. ``FLATOUT_BENCH_SECONDS=3000`` begins no run that is expected to end later,
-``FLATOUT_BENCH_RUNS=2`` takes two runs each, and ``FLATOUT_BENCH_SHRINK=10`` a tenth of budgets, steps and turns.
+``-k "digits_cnn and busy8"`` chooses runs. ``FLATOUT_BENCH_SECONDS=3000`` starts no run that is expected to end after
+3000 s.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ from typing import Any
 import pytest
 from support.intervals import gain
 from support.loops import LONG, kept_by, naive, tuned
-from support.machine_facts import machine_facts
+from support.machine_facts import machine
 from support.observed_calls import observed
 from support.run_records import RunRecords
+from support.scale import scaled
 from support.training_jobs import Job, byte_gpt, digits_cnn, resnet, tabular
 from support.turns import LaneApart, closing, take_turns
 
@@ -44,19 +48,18 @@ from flatout.report.model import Gain
 from flatout.tuning import race, search, trial_runner
 from tests.noise.record import busy_processes
 
-COMMAND = "python -m pytest benchmarks/busy_machine.py -s"
+COMMAND = "pytest benchmarks/busy_machine.py --full"
 
-SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
-RUNS = int(os.environ.get("FLATOUT_BENCH_RUNS", "6"))
+RUNS = scaled(6, 1)
 LAST_SECOND = time.monotonic() + float(os.environ.get("FLATOUT_BENCH_SECONDS", "inf"))
-LOADS = (0, 2, 4, 8)
+LOADS = scaled((0, 2, 4, 8), (1,))
 
-UPDATE_SECONDS = 2.0 / SHRINK
+UPDATE_SECONDS = scaled(2.0, 0.1)
 """Duration of a plain update of ``long_step`` on the quiet machine."""
 
-TIMES_THE_RACE = max(1, 10 // SHRINK)
-FEWEST_ROUNDS = max(2, 24 // SHRINK)
-TURN = 1.0 / SHRINK
+TIMES_THE_RACE = scaled(10, 1)
+FEWEST_ROUNDS = scaled(24, 2)
+TURN = scaled(1.0, 0.1)
 
 SLOWEST = 0.97
 """Goal for the speed of a tuned loop on a quiet machine, relative to the original."""
@@ -64,7 +67,7 @@ SLOWEST = 0.97
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """Training to be measured.
 
     Attributes:
         make: makes the job from the batch size of ``long_step``, which the others ignore.
@@ -82,11 +85,11 @@ CASES = {
     "long_step": Case(lambda samples: resnet(8 * samples, samples), lambda _: 1000),
 }
 
-CELLS = [(name, load, run) for run in range(1, RUNS + 1) for load in LOADS for name in CASES]
+CELLS = [(name, load, run) for run in range(1, RUNS + 1) for load in LOADS for name in scaled(list(CASES), ["readme"])]
 
 
 def plain_update_seconds(samples: int) -> float:
-    """Return the seconds of an update of ``long_step`` as first written."""
+    """Return the seconds of an update of ``long_step`` in the naive loop."""
     steps, took = naive(CASES["long_step"].make(samples)), list[float]()
     for _ in range(4):
         begun = time.perf_counter()
@@ -96,7 +99,7 @@ def plain_update_seconds(samples: int) -> float:
 
 
 def long_step() -> dict[str, Any]:
-    """Return the batch size for which a plain update takes ``UPDATE_SECONDS``, and the seconds that it does take."""
+    """Return the batch size for which a plain update takes ``UPDATE_SECONDS``, and the measured seconds."""
     samples = 8
     while (seconds := plain_update_seconds(samples)) < UPDATE_SECONDS / 4:
         samples *= 2
@@ -106,12 +109,12 @@ def long_step() -> dict[str, Any]:
 
 
 def original_loop(name: str, samples: int) -> tuple[Iterator[int], None]:
-    """Steps of the original, with the rules on."""
+    """Return the steps of the original loop, with the rules on."""
     return tuned(CASES[name].make(samples), plan=None, budget=0)[1], None
 
 
 def tuned_loop(name: str, samples: int) -> tuple[Iterator[int], dict[str, Any]]:
-    """Steps of the tuned loop, and figures of its tuning."""
+    """Return the steps of the tuned loop, and figures of the tuning."""
     case = CASES[name]
     job = case.make(samples)
     with (
@@ -119,7 +122,7 @@ def tuned_loop(name: str, samples: int) -> tuple[Iterator[int], dict[str, Any]]:
         observed(race, "race_once") as races,
         observed(search, "race") as last_stages,
     ):
-        run, steps = tuned(job, plan=None, expected_steps=max(1, case.expected_steps(job) // SHRINK))
+        run, steps = tuned(job, plan=None, expected_steps=max(1, case.expected_steps(job) // scaled(1, 10)))
     summary, plan = run.report.summary, run.plan
     (last_stage,) = last_stages
     budget = last_stage.args[0].budget
@@ -148,7 +151,7 @@ def _gain(found: Gain | None) -> list[float] | None:
 
 
 def rounds_for(figures: dict[str, Any]) -> int:
-    """Return the rounds that take ten times as long as the race."""
+    """Return the number of rounds that take ``TIMES_THE_RACE`` times as long as the race."""
     a_round = sum(max(TURN, seconds) for seconds in figures["update seconds"])
     return max(FEWEST_ROUNDS, math.ceil(TIMES_THE_RACE * figures["race seconds"] / (a_round or TURN)))
 
@@ -174,7 +177,7 @@ def measured(name: str, load: int, samples: int) -> dict[str, Any]:
     ("name", "load", "run"), CELLS, ids=[f"{name}-busy{load}-run{run}" for name, load, run in CELLS]
 )
 def test_run(name: str, load: int, run: int) -> None:
-    """Adds one run to the results."""
+    """Add one run to the results."""
     records = RunRecords("busy_machine.json", COMMAND)
     cell = {"job": name, "busy loops": load}
     if records.find(**cell, run=run):
@@ -182,21 +185,21 @@ def test_run(name: str, load: int, run: int) -> None:
     expected = [each["seconds"] for each in records.find(**cell)]
     if time.monotonic() + statistics.median(expected or [0.0]) > LAST_SECOND:
         pytest.skip("has no time left")
-    samples = records.common("long step", long_step)["samples"]
+    samples = records.common("long step", long_step)["samples"] if name == "long_step" else 0
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     figures = measured(name, load, samples)
-    records.add({**cell, "run": run, "date": date, "machine": machine_facts(), **figures})
+    records.add({**cell, "run": run, "date": date, "machine": machine(), **figures})
     print(f"\n{name} beside {load} busy loops: {figures}", flush=True)
 
 
 def holds(record: dict[str, Any]) -> bool:
-    """Return True if the headline's interval holds the ratio of the long race."""
+    """Return True if the headline's interval contains the ratio of the long race."""
     _, low, high = record["headline"]
     return low <= record["long race"][0] <= high
 
 
 def test_summary() -> None:
-    """Prints a table of all runs so far."""
+    """Print a table of all runs so far."""
     records = RunRecords("busy_machine.json", COMMAND)
     print("\njob         busy runs headline      true slowest    seconds: above   tuning  budget")
     for name in CASES:

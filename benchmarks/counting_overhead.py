@@ -1,10 +1,10 @@
-"""What counting costs: host time that each counter adds to a step, and what counting FLOPs does to one.
+"""Overhead of counting: the host time that each counter adds to a step, and the time to count FLOPs.
 
-    python -m pytest benchmarks/counting_overhead.py --benchmark-json=benchmarks/results/counting_overhead.json -s
+    pytest benchmarks/counting_overhead.py -s --full
 
-Goals: less than 5 us of the host per step, which is 0.1 % of a step of 5 ms, phases and all. Lightning's
-ThroughputMonitor is timed by its own callback's work (`_update` on every batch, `_compute` on every tenth, a trainer's
-default); it takes part where lightning is there.
+Goal: less than 5 us of host time per step, with phases. This is 0.1 % of a step of 5 ms. If lightning is installed, the
+work of its ThroughputMonitor is timed, too: `_update` on every batch and `_compute` on every tenth batch, which is the
+default of its trainer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.scale import scaled
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,13 +30,13 @@ from flatout.mfu import MfuCounter, count_flops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_SECONDS = 5e-3
-ROUNDS = 15
-STEPS = 500
-"""Steps of a round."""
+ROUNDS = scaled(15, 3)
+STEPS = scaled(500, 100)
+"""Number of steps in a round."""
 
 
 def by_turns(tried: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, round by round; who comes behind whom changes, since each leaves the caches to the next."""
+    """Return the seconds of each function, by round. The order is random, because each function changes the caches."""
     took: dict[str, list[float]] = {name: [] for name in tried}
     order = random.Random(0)
     for turn in range(-2, rounds):
@@ -95,7 +96,7 @@ def loader_and_phases_of(counter: MfuCounter) -> Callable[[], None]:
 
 
 def lightning_monitor() -> Callable[[], None] | None:
-    """What the callback does behind a step, driven as a Trainer drives it; None where lightning is not there."""
+    """Return a function that runs the callback's work after a step, as in a Trainer; None without lightning."""
     try:
         from lightning.fabric.utilities.throughput import Throughput
         from lightning.pytorch.callbacks import ThroughputMonitor
@@ -126,7 +127,7 @@ def lightning_monitor() -> Callable[[], None] | None:
 
 
 def test_host_time_of_a_step(benchmark):
-    """Microseconds that an otherwise empty step takes longer."""
+    """Measure the microseconds that each counter adds to an empty step."""
     tried: dict[str, Callable[[], object]] = {
         "an empty loop": nothing,
         "step": steps_of(MfuCounter(1e9, 1e12, device=DEVICE)),
@@ -150,7 +151,7 @@ def test_host_time_of_a_step(benchmark):
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
-    """A small GPT-like step of some milliseconds."""
+    """Return model, optimizer and loss of a small GPT, whose step takes some milliseconds."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.Sequential(nn.Embedding(256, 128), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
@@ -165,7 +166,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
 
 
 def test_a_real_step_with_each_counter(benchmark):
-    """A training step under each counter, by turns with the bare one: the ratio of their times."""
+    """Measure the ratio of a training step with each counter to a bare step, in turns."""
     _, optimizer, loss = training()
 
     def plain() -> None:
@@ -205,7 +206,7 @@ def test_a_real_step_with_each_counter(benchmark):
             torch.cuda.synchronize()
 
     took = by_turns({"bare": plain, "MfuCounter.step": counted, "MfuCounter.wrap": wrapped,
-                     "FlopCounterMode on every step": dispatched}, 100)  # fmt: skip
+                     "FlopCounterMode on every step": dispatched}, scaled(100, 5))  # fmt: skip
     bare = took.pop("bare")
     print(f"\nbare step: {1e3 * statistics.median(bare):.2f} ms", end="")
     for name, each in took.items():
@@ -217,7 +218,10 @@ def test_a_real_step_with_each_counter(benchmark):
 
 
 def test_counting_flops_once(benchmark):
-    """`count_flops`, which is called once per shape of batch, in bare steps; FlopCounterMode's count beside it."""
+    """Measure the time of `count_flops` and of FlopCounterMode, in bare steps.
+
+    Training calls `count_flops` once for each shape of a batch.
+    """
     model, _, loss = training()
     tokens = torch.randint(0, 256, (2, 64), device=DEVICE)
 
@@ -229,7 +233,9 @@ def test_counting_flops_once(benchmark):
             model(tokens).sum().backward()
         return mode.get_total_flops()
 
-    took = by_turns({"bare": plain, "count_flops": lambda: count_flops(model, tokens), "FlopCounterMode": torchs}, 15)
+    took = by_turns(
+        {"bare": plain, "count_flops": lambda: count_flops(model, tokens), "FlopCounterMode": torchs}, scaled(15, 3)
+    )
     bare = statistics.median(took["bare"])
     for name in ("count_flops", "FlopCounterMode"):
         print(f"\n{name:42} {statistics.median(took[name]) / bare:6.2f} forwards and backwards", end="")
@@ -241,16 +247,17 @@ def test_counting_flops_once(benchmark):
 
 
 def small_run() -> flatout.Run:
-    """Training so small that the host's time is all there is."""
+    """Return a training so small that a step takes only host time."""
     model = nn.Linear(4, 1).to(DEVICE)
     batches = [(torch.ones(8, 4, device=DEVICE), torch.ones(8, 1, device=DEVICE))] * 4
     return flatout.optimize(model, batches, torch.optim.SGD(model.parameters(), lr=1e-3), functional.mse_loss, budget=0)
 
 
 def test_host_time_within_training(benchmark):
-    """What counting adds to a step of training.
+    """Measure the time that counting adds to a step of training.
 
-    In a tight loop the counter's code is in the caches, which training leaves to nobody: here it is not.
+    In a tight loop, the counter's code stays in the processor's caches. In training it does not, and neither does it
+    here.
     """
     run, steps = small_run(), 50
     job, batch = run._job, next(iter(run.loader))
@@ -285,7 +292,7 @@ def test_host_time_within_training(benchmark):
     tried = {"bare": bare, "MfuCounter.step and phases": counted, "run.step": whole, "MfuCounter.wrap": wrapped}
     if peer is not None:
         tried["Lightning's ThroughputMonitor"] = watched
-    took = by_turns(tried, 300)
+    took = by_turns(tried, scaled(300, 10))
     empty = took.pop("bare")
     print(f"\nbare step: {1e6 * statistics.median(empty) / steps:.0f} us", end="")
     for name, each in took.items():

@@ -1,10 +1,10 @@
-"""The data path beside its peers: tensors in memory, the start of an epoch, and going on in the middle of one.
+"""Comparison of the data path with its peers: tensors in memory, the start of an epoch, and resuming within an epoch.
 
-    python -m pytest benchmarks/data_path.py --benchmark-json=benchmarks/results/data_path.json -s
+    pytest benchmarks/data_path.py -s --full
 
-Every case interleaves its candidates in one process, whole epochs by turns, so that a noisy machine hits all
-alike; the ratios are medians over rounds. Time counts from ``iter``: drawing the permutation is part of an
-epoch. torchdata and SPDL take part where they are installed, gathering as flatout does, a batch at a time.
+In every case, all candidates take turns of whole epochs in one process, so that noise of the machine affects all
+equally. Ratios are medians over rounds. The time begins at ``iter``, so an epoch includes the drawing of the
+permutation. torchdata and SPDL take part if they are installed. They gather one batch at a time, as flatout does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.scale import scaled
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from flatout.data import InMemoryLoader, Prefetcher
 
-ROUNDS = 7
-SECONDS = 0.3  # of one candidate in one round, at least: epochs are repeated until then
+ROUNDS = scaled(7, 2)
+SECONDS = scaled(0.3, 0.05)  # minimum for one candidate in one round; epochs are repeated until then
 
 CASES = {
     # name: (row shape, dtype, samples, batch size, goals: times the best DataLoader, times index_select)
@@ -36,7 +37,7 @@ CASES = {
 
 
 class BareIndexSelect:
-    """What torch can do without a DataLoader: one permutation, one index_select per tensor and batch."""
+    """Loader in plain torch without a DataLoader: one permutation, and one index_select per tensor and batch."""
 
     def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
         self.dataset = dataset
@@ -50,7 +51,7 @@ class BareIndexSelect:
 
 
 class OneThread:
-    """`loader` with torch's own threads off: under load their barriers can cost more than they bring."""
+    """Loader without torch's intra-op threads. Under load, their barriers can cost more than the threads gain."""
 
     def __init__(self, loader: Iterable) -> None:
         self.loader = loader
@@ -70,7 +71,7 @@ def gathered(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
 
 
 class Nodes:
-    """torchdata: batches of indices, gathered by two threads."""
+    """Loader of torchdata: two threads gather batches of indices."""
 
     def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
         from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
@@ -84,7 +85,7 @@ class Nodes:
 
 
 class Spdl:
-    """SPDL: a pipeline of two threads, with batches of one permutation for a source."""
+    """Loader of SPDL: a pipeline of two threads, whose source is the batches of one permutation."""
 
     def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
         self.dataset = dataset
@@ -124,7 +125,7 @@ def candidates(dataset: TensorDataset, batch_size: int) -> dict[str, Iterable]:
 
 
 def samples_per_second(loader: Iterable) -> float:
-    """Rate over whole epochs that together take `SECONDS`, from ``iter`` on."""
+    """Return the rate over whole epochs that together take `SECONDS`, from ``iter`` on."""
     seen, start = 0, time.perf_counter()
     while True:
         for batch in loader:
@@ -142,18 +143,18 @@ def ratio(rates: dict[str, list[float]], name: str) -> float:
     return statistics.median(ours / theirs for ours, theirs in zip(rates["flatout"], rates[name], strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", scaled(list(CASES), ["u8_3x32x32"]))
 def test_epochs(benchmark, case):
     shape, dtype, samples, batch_size, *goals = CASES[case]
     data = torch.empty(samples, *shape, dtype=torch.uint8).random_()
     dataset = TensorDataset(data.to(dtype) if dtype.is_floating_point else data, torch.arange(samples))
     tried = candidates(dataset, batch_size)
     rates: dict[str, list[float]] = {name: [] for name in tried}
-    for loader in tried.values():  # warm up: workers started, buffers made
+    for loader in tried.values():  # warm up: start workers, make buffers
         for _ in loader:
             pass
     for _ in range(ROUNDS):
-        for name, loader in random.sample(list(tried.items()), len(tried)):  # nobody always comes behind the same one
+        for name, loader in random.sample(list(tried.items()), len(tried)):  # no fixed order
             rates[name].append(samples_per_second(loader))
     dataloader, bare = best_of(rates, "DataLoader"), best_of(rates, "index_select")
     ratios = ratio(rates, dataloader), ratio(rates, bare)
@@ -177,10 +178,10 @@ def test_epochs(benchmark, case):
 
 
 def interleaved(tried: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taken by turns.
+    """Return the median seconds of each function. The functions take turns.
 
-    Each runs once untimed before: a peer's fork leaves every page of this process to be copied when it is next
-    written to, and that is no cost of those behind it.
+    An untimed run precedes each timed run. After a peer's fork, the next write to each page of this process copies the
+    page. The untimed run keeps this cost out of the times of the other candidates.
     """
     seconds: dict[str, list[float]] = {name: [] for name in tried}
     for _ in range(rounds):
@@ -202,29 +203,29 @@ def report(benchmark, title: str, medians: dict[str, float], ours: str, theirs: 
 
 
 def images() -> TensorDataset:
-    """50,000 images of 3x32x32 bytes, in memory that has been written to."""
+    """Return 50,000 images of 3x32x32 bytes, in memory that has been written to."""
     return TensorDataset(torch.empty(50_000, 3, 32, 32, dtype=torch.uint8).random_(), torch.arange(50_000))
 
 
 def test_first_batch(benchmark):
-    """From ``iter`` to the first batch, and to the end of what had to be started for it."""
+    """Measure the time from ``iter`` to the first batch, with the shutdown of everything that was started for it."""
     dataset = images()
     plain = DataLoader(dataset, 256, shuffle=True)
     forked = DataLoader(dataset, 256, shuffle=True, num_workers=2, multiprocessing_context="fork")
     tried = {"flatout": InMemoryLoader(plain), "DataLoader nw=0": plain, "DataLoader nw=2, forked": forked}
-    medians = interleaved({name: lambda each=each: next(iter(each)) for name, each in tried.items()}, 15)
+    medians = interleaved({name: lambda each=each: next(iter(each)) for name, each in tried.items()}, scaled(15, 2))
     report(benchmark, "first batch", medians, "flatout", "DataLoader nw=2, forked", "1/50")
     benchmark.pedantic(lambda: next(iter(tried["flatout"])), rounds=10)
 
 
 def test_restart(benchmark):
-    """The first batch of a later epoch; persistent workers are there already."""
+    """Measure the time to the first batch of a later epoch, when persistent workers are running already."""
     dataset = images()
     workers = DataLoader(dataset, 5_000, shuffle=True, num_workers=2, persistent_workers=True)
     ours = InMemoryLoader(DataLoader(dataset, 5_000, shuffle=True))
 
     def restart(loader: Iterable) -> float:
-        """Seconds to the first batch; the epoch is read to its end."""
+        """Return the seconds to the first batch, and read the epoch to its end."""
         begin = time.perf_counter()
         batches = iter(loader)
         next(batches)
@@ -234,7 +235,7 @@ def test_restart(benchmark):
         return seconds
 
     seconds: dict[str, list[float]] = {"flatout": [], "persistent workers": []}
-    for _ in range(8):
+    for _ in range(scaled(8, 2)):
         seconds["flatout"].append(restart(ours))
         seconds["persistent workers"].append(restart(workers))
     medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
@@ -243,7 +244,7 @@ def test_restart(benchmark):
 
 
 def test_resume(benchmark):
-    """Going on half way through a million samples: the state loaded, and the next batch."""
+    """Measure the time to resume halfway through a million samples: load the state, and read the next batch."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     samples, batch_size = 1_000_000, 1000
     dataset = TensorDataset(torch.arange(samples))
@@ -265,6 +266,6 @@ def test_resume(benchmark):
         loader.load_state_dict(saved[name])
         next(iter(loader))
 
-    medians = interleaved({name: lambda name=name: go_on(name) for name in make}, 7)
+    medians = interleaved({name: lambda name=name: go_on(name) for name in make}, scaled(7, 2))
     report(benchmark, "going on half way", medians, "flatout, DataLoader", "StatefulDataLoader", "1/10")
     benchmark.pedantic(lambda: go_on("flatout, DataLoader"), rounds=3)

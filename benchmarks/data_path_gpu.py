@@ -1,10 +1,12 @@
-"""The data path on a CUDA GPU: copies to the device, a ResNet-50 fed from memory, data that lives on the device.
+"""Data path on a CUDA GPU: copies to the device, a ResNet-50 with data in memory, and data on the device.
 
-    python -m pytest benchmarks/data_path_gpu.py --benchmark-json=benchmarks/results/data_path_gpu.json -s
+    pytest benchmarks/data_path_gpu.py -s --full
 
-Written, not yet run: no figure comes from it. Goals: copies at 0.95 of what pinned memory alone gives; steps of a
-ResNet-50 that wait for at most 1 % of the time and reach 0.99 of the pace with one batch that is there already; 100
-times a DataLoader's rate for images that are on the device.
+This benchmark has not run yet, so no figure comes from it. Goals:
+
+- Copies reach 0.95 of the rate of copies from pinned memory alone.
+- Steps of a ResNet-50 wait for at most 1 % of the time. They reach 0.99 of the pace with one batch on the device.
+- Images on the device arrive at 100 times the rate of a DataLoader.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def by_turns(tried: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each."""
+    """Return the median seconds of each function. The functions take turns."""
     took: dict[str, list[float]] = {name: [] for name in tried}
     for work in tried.values():
         work()
@@ -56,7 +58,7 @@ def images(count: int, side: int) -> TensorDataset:
 
 
 def test_copies_to_the_device(benchmark):
-    """Batches of 256 images of 3x224x224 bytes, gathered and copied, beside the same bytes from one pinned tensor."""
+    """Copy batches of 256 images of 3x224x224 bytes, and compare with the same bytes from one pinned tensor."""
     batch_size, batches = 256, 24
     dataset = images(batch_size * batches, 224)
     loader = DataLoader(dataset, batch_size, shuffle=True)
@@ -93,7 +95,7 @@ def test_copies_to_the_device(benchmark):
 
 
 def test_resnet50_from_memory(benchmark):
-    """Training in bf16 and channels_last: from bytes in memory, and from one batch again and again."""
+    """Train in bf16 and channels_last, from bytes in memory and from one repeated batch."""
     resnet50 = pytest.importorskip("torchvision.models").resnet50
     model = resnet50().to(DEVICE, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
@@ -118,7 +120,7 @@ def test_resnet50_from_memory(benchmark):
         "one batch": lambda: train([kept] * len(loader)),
     }
     medians = by_turns(tried)
-    # What steps wait for: the host runs ahead of the device, so only the device's own time tells.
+    # The host runs ahead of the device, so only the total time shows how long the device waits.
     stall = 1 - medians["one batch"] / medians["from memory"]
     benchmark.extra_info.update(seconds=medians, stall=stall, goal=0.01, device=torch.cuda.get_device_name())
     rate = len(loader) * 256 / medians["from memory"]
@@ -127,7 +129,7 @@ def test_resnet50_from_memory(benchmark):
 
 
 def test_data_on_the_device(benchmark):
-    """50,000 images of 3x32x32 bytes in batches of 256."""
+    """Read 50,000 images of 3x32x32 bytes in batches of 256."""
     dataset = images(50_000, 32)
     plain = DataLoader(dataset, 256, shuffle=True)
     resident = InMemoryLoader(plain, device=DEVICE)

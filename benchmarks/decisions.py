@@ -1,10 +1,10 @@
-"""Claim: what ``flatout.optimize`` chooses is within 5 % of the best that there is to choose.
+"""Claim: the choice of ``flatout.optimize`` is within 5 % of the speed of the best combination of techniques.
 
-    python -m pytest benchmarks/decisions.py -s --benchmark-json=benchmarks/results/decisions.json
+    pytest benchmarks/decisions.py -s --full
 
-The jobs of benchmarks/optimize.py. For each, every combination of the techniques that need no compiler (of the six
-below, at most five have a meaning for a job) trains in turns with the others; the better half goes on, three times
-over, and the last are timed for longer, with the combination that flatout found by itself among them.
+The benchmark runs the jobs of benchmarks/optimize.py. For each job, all combinations of the techniques without a
+compiler train in turns. Of the six techniques below, at most five apply to a job. The faster half of the combinations
+stays in each of three rounds. The remaining combinations are timed for longer, together with flatout's own choice.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import Any
 import pytest
 import torch
 from support.loops import tuned
+from support.scale import scaled
 from support.training_jobs import JOBS, Job
 from support.turns import Lane, Rates, closing, fastest, ratio, take_turns
 
 from flatout.core.machine import usable_cores
 from flatout.core.snapshot import Snapshot
 
-CONVERTED = {
+VALUES = {
     "precision": "bf16",
     "channels_last": True,
     "sdpa_backend": "math",
     "fused_optimizer": True,
     "in_memory": True,
+    "cpu_threads": max(1, usable_cores() // 2),
 }
-"""What each technique is forced with; the number of threads depends on the machine."""
+"""Value with which each technique is forced."""
 
-APART = {"compile": False, "torchscript": False, "workers": False, "cuda_graph": False}
-"""What no combination has."""
+COMBINED = {name: VALUES[name] for name in scaled(list(VALUES), ["fused_optimizer", "in_memory"])}
+"""Techniques of the combinations."""
 
-BUDGET = 60.0
-HALVINGS = 3
-SHORT, LONG_TURN = 0.25, 1.0
-ROUNDS = 4
-LAST_ROUNDS = 12
+APART = dict.fromkeys(("compile", "torchscript", "workers", "cuda_graph", *(VALUES.keys() - COMBINED)), False)
+"""Techniques that no combination has."""
 
-
-def techniques() -> dict[str, Any]:
-    """All of them, with the values to force."""
-    return CONVERTED | {"cpu_threads": max(1, usable_cores() // 2)}
+BUDGET = scaled(60.0, 3.0)
+HALVINGS = scaled(3, 1)
+SHORT, LONG_TURN = scaled((0.25, 1.0), (0.05, 0.1))
+ROUNDS = scaled(4, 1)
+LAST_ROUNDS = scaled(12, 2)
 
 
 def combinations(job: Job) -> dict[str, Lane]:
-    """A lane for each combination that serves the job, by what it turns on."""
+    """Return a lane for each combination that applies to the job, by the names of its techniques."""
     lanes: dict[str, Lane] = {}
     plain = Snapshot.capture([])
-    for on in itertools.product((False, True), repeat=len(techniques())):
-        forced = {name: value if each else False for (name, value), each in zip(techniques().items(), on, strict=True)}
-        with contextlib.suppress(ValueError):  # one of them does not apply
+    for on in itertools.product((False, True), repeat=len(COMBINED)):
+        forced = {name: value if each else False for (name, value), each in zip(COMBINED.items(), on, strict=True)}
+        with contextlib.suppress(ValueError):  # a technique does not apply
             run, steps = tuned(job, techniques=APART | forced, budget=0)
             name = _name(run.plan.decisions)
             lanes.setdefault(name, Lane(name, steps))
@@ -65,9 +65,9 @@ def _name(decisions: dict[str, Any]) -> str:
     return " + ".join(sorted(name for name, value in decisions.items() if value is not False)) or "nothing"
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", scaled(list(JOBS), ["tabular"]))
 def test_choice(name: str, benchmark) -> None:
-    """Times the choice; the best of all combinations takes turns with it and is in ``extra_info``."""
+    """Time the choice in turns with the best combinations. Their results are in ``extra_info``."""
     job = JOBS[name]()
     plain = Snapshot.capture([])
     run, _ = tuned(job, techniques=APART, budget=BUDGET)

@@ -1,21 +1,22 @@
-"""Claim: on simulated machines decisions hold in any noise, and take a third of the time of the rule before.
+"""Claim: on simulated machines, decisions are right in any noise, in a third of the time of the old rule.
 
-    python -m pytest benchmarks/decisions_noise.py -s --benchmark-json=benchmarks/results/decisions_noise.json
+    pytest benchmarks/decisions_noise.py -s --full
 
-Operating curve of a paired trial: how often it keeps a candidate of a known true gain, after how many pairs and
-seconds, and how often its interval holds the truth. "Wall time" is the trial of a candidate whose CPU time is not
-comparable. The rule before is the bootstrap median of wall times within 4 s, looked at after 12 pairs and every 4 more.
+The operating curve of a paired trial consists of three figures for a candidate with a known true gain: how often the
+trial keeps the candidate, after how many pairs and seconds, and how often its interval contains the true gain. "Wall
+time" is the trial of a candidate whose CPU time is not comparable. The old rule, "before", is the bootstrap median of
+wall times within 4 s. It was tested after 12 pairs and after every 4 more.
 
-"Headline" is the interval of a race, whose number of pairs is fixed before the first: 12, 5 in a small budget, and 3
-for gains of 20 % and more and for updates of seconds. Each race is decided by mean wall time and by the statistic that
-the tuner would choose. The interval of the pairs alone is that without the noise floor. Alternating pairs begin with
-the loop that ended the pair before.
+"Headline" is the interval of a race. The number of its pairs is fixed in advance: 12, or 5 in a small budget. Gains of
+20 % and more, and updates of seconds, need only 3 pairs. Each race is decided by mean wall time and by the statistic
+that the tuner would choose. "Pairs alone" is the interval without the noise floor. "Alternating" pairs begin with the
+loop that ended the last pair.
 
-Ten factors at once: the speed that their decisions reach. Before, each factor had a trial of its own, one after the
-other.
+The third test decides ten factors at once, and shows the resulting speed. With the old rule, each factor had a separate
+trial, one after the other.
 
-All times are simulated (tests/noise), so that the load of this machine does not matter. ``FLATOUT_BENCH_REPEATS=1000``
-repeats each cell so often instead of 40 times: the standard error of 1 % is then 0.3 %.
+All times are simulated (tests/noise), so the load of this machine has no effect. At full size, each cell has 1,000
+repeats. A share of 1 % then has a standard error of 0.3 %.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.scale import scaled
 
 from flatout.core.machine import usable_cores
 from flatout.tuning.block import Block
@@ -42,10 +43,10 @@ from tests.noise.combinations import Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine
 from tests.noise.trials import Cell, Race, Result, races, trial
 
-REPEATS = int(os.environ.get("FLATOUT_BENCH_REPEATS", "40"))
+REPEATS = scaled(1000, 5)
 GAINS = (0.90, 0.98, 1.0, 1.02, 1.05, 1.2, 2.0)
 LIMITS = {0.0005: 10.0, 0.005: 10.0, 0.1: 10.0, 2.0: 48.0}
-"""Seconds of a trial, by the seconds of a step."""
+"""Time limit of a trial in seconds, by the seconds of a step."""
 
 HEADLINE_GAINS = (0.98, 1.0, 1.05, 1.2, 2.0)
 HEADLINE_PAIRS = (12, 5, 3)
@@ -53,14 +54,14 @@ LARGE_GAIN = 1.2
 """Gain from which three pairs are enough for a headline."""
 
 FEWER_REPEATS = min(REPEATS, 100)
-"""Repeats of ten factors with interactions, and with the rule before."""
+"""Repeats of ten factors with interactions, and with the old rule."""
 
 BUDGETS = {0.005: 6.0, 0.2: 20.0, 2.0: 60.0}
-"""Seconds for ten factors, by the seconds of a step."""
+"""Budget for ten factors in seconds, by the seconds of a step."""
 
 
 class Old:
-    """The rule before: the median of paired ratios with its percentile bootstrap."""
+    """Old rule: the median of paired ratios with its percentile bootstrap."""
 
     FEWEST_PAIRS, MOST_PAIRS, HOPELESS_AFTER, SECONDS, RESAMPLES = 6, 40, 3, 4.0, 2000
 
@@ -125,7 +126,7 @@ class Curve(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Rule of trials, and the gains at which it is repeated."""
+    """Rule of trials, and the true gains of its candidates."""
 
     run: Callable[[Cell, int], Result]
     gains: Sequence[float]
@@ -153,7 +154,7 @@ class Headline(NamedTuple):
 
 
 def _headlines(task: tuple[str, float, float]) -> dict[Headline, tuple[float, float]]:
-    """Return the share of intervals that hold the truth in percent, and their median half width in percent."""
+    """Return the share of intervals with the true gain, and their median half width, both in percent."""
     scenario, step, gain = task
     cell = Cell(SCENARIOS[scenario], step, gain, LIMITS[step])
     covered, widths = defaultdict[Headline, list[bool]](list), defaultdict[Headline, list[float]](list)
@@ -183,12 +184,12 @@ def _in_processes(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[
         return pool.map(function, tasks, chunksize=1 + len(tasks) // 100)
 
 
-by_step = pytest.mark.parametrize("step", LIMITS, ids=lambda step: f"{1e3 * step:g} ms")
+by_step = pytest.mark.parametrize("step", scaled(list(LIMITS), [0.005]), ids=lambda step: f"{1e3 * step:g} ms")
 
 
 @by_step
 def test_operating_curve(step: float, benchmark) -> None:
-    """Times one trial; the curves of the rules are in ``extra_info``."""
+    """Time one trial. The curves of the rules are in ``extra_info``."""
     tasks = [
         (name, scenario, step, gain) for name, rule in RULES.items() for scenario in SCENARIOS for gain in rule.gains
     ]
@@ -234,7 +235,7 @@ def _summary(curves: dict[tuple[str, float, float], Curve], step: float) -> dict
 
 @by_step
 def test_headline(step: float, benchmark) -> None:
-    """Times one race; the shares of its intervals that hold the truth are in ``extra_info``."""
+    """Time one race. The shares of intervals with the true gain are in ``extra_info``."""
     tasks = [(scenario, step, gain) for scenario in SCENARIOS for gain in HEADLINE_GAINS]
     found = dict(zip(tasks, _in_processes(_headlines, tasks), strict=True))
     cell = Cell(SCENARIOS["4 busy"], step, 1.05, LIMITS[step])
@@ -257,7 +258,7 @@ def test_headline(step: float, benchmark) -> None:
 
 
 def one_at_a_time(factors: Factors, seconds: float) -> list[int]:
-    """Decide factors as before: a trial for each, with those that were kept before."""
+    """Decide factors by the old rule: one trial for each, while the kept factors are on."""
     kept: list[int] = []
     for i in range(len(factors.gains)):
         left = seconds - factors.machine.wall
@@ -274,7 +275,7 @@ def _block(factors: Factors, on: Sequence[int], _: int) -> Block:
 
 
 def _factors(task: tuple[str, float, float, str, int]) -> tuple[float, float, bool, float]:
-    """Return the log gain of what is kept, the largest possible one, whether a slower one is kept, and the seconds."""
+    """Return the log gain of the kept factors, the largest possible one, True if one is slower, and the seconds."""
     scenario, step, interaction, rule, seed = task
     factors = Factors.drawn(SCENARIOS[scenario], step, seed, interaction)
     kept = decide(factors, BUDGETS[step]) if rule == "now" else one_at_a_time(factors, BUDGETS[step])
@@ -282,10 +283,10 @@ def _factors(task: tuple[str, float, float, str, int]) -> tuple[float, float, bo
     return factors.log_gain(kept), factors.best, slower, factors.machine.wall
 
 
-@pytest.mark.parametrize("step", BUDGETS, ids=lambda step: f"{1e3 * step:g} ms")
+@pytest.mark.parametrize("step", scaled(list(BUDGETS), [0.005]), ids=lambda step: f"{1e3 * step:g} ms")
 @pytest.mark.parametrize("interaction", [0.0, 0.3])
 def test_ten_factors(step: float, interaction: float, benchmark) -> None:
-    """Times one decision; the speeds that both rules reach are in ``extra_info``."""
+    """Time one decision. The speeds that both rules reach are in ``extra_info``."""
     seconds = BUDGETS[step]
     factors = Factors.drawn(SCENARIOS["quiet"], step, 0, interaction)
     benchmark.pedantic(lambda: decide(factors, seconds), rounds=1)

@@ -1,13 +1,15 @@
-"""Random augmentation made by worker processes: where workers pay, and what they change.
+"""Random augmentation in worker processes: the speedup, and the effect on accuracy.
 
-    python -m pytest benchmarks/loaders.py --benchmark-json=benchmarks/results/loaders.json -s
+    pytest benchmarks/loaders.py -s --full
 
-Two loops that begin with ``num_workers=0``. The first trains on images through torchvision's RandomCrop,
-RandomHorizontalFlip and Normalize (the same transforms in plain torch where torchvision is not installed). flatout
-decides about workers once. Five seeds then train with the loop as it came and with two workers, and the accuracies are
-compared. The second waits 0.125 s for each
-of the four samples of a batch, and draws a random number for it, beside a step of 0.1 s. The share of time that steps
-wait is measured before and after tuning. Nothing is asserted but the samples: beside a figure stands its goal.
+Two loops begin with ``num_workers=0``. The first loop trains on images, with torchvision's RandomCrop,
+RandomHorizontalFlip and Normalize. Without torchvision, it uses the same transforms in plain torch. flatout decides
+about workers once. Then the original loop and the loop with two workers train with five seeds, and the accuracies are
+compared.
+
+The second loop waits 0.125 s for each of the four samples of a batch, and draws a random number for each sample. A step
+takes 0.1 s. The share of time that steps wait is measured before and after tuning. The tests assert only the samples,
+and print a goal beside each figure.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.scale import scaled
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -32,14 +35,15 @@ from torch.utils.data import DataLoader, Dataset
 import flatout
 from flatout.techniques import REGISTRY, Measured
 
-SEEDS = range(5)
-EPOCHS = 10
-TUNING_SECONDS = 20.0
-STEP_SECONDS, SAMPLE_SECONDS, BATCH = 0.1, 0.125, 4
-STEPS = 40
+SEEDS = range(scaled(5, 2))
+EPOCHS = scaled(10, 2)
+TUNING_SECONDS = scaled(20.0, 2.0)
+STEP_SECONDS, SAMPLE_SECONDS = scaled((0.1, 0.125), (0.01, 0.0125))
+BATCH = 4
+STEPS = scaled(40, 8)
 HELD_OUT = 360
 WITHOUT_OTHERS = {t.name: False for t in REGISTRY if isinstance(t, Measured) and t.name != "workers"}
-"""``techniques`` that leave only the workers to decide."""
+"""Argument ``techniques`` that forbids all measured techniques except the workers."""
 
 
 # -- images ----------------------------------------------------------------------------------------------------
@@ -58,7 +62,7 @@ class CropFlipNormalize:
 
 
 def augmentation() -> Callable[[Tensor], Tensor]:
-    """Return torchvision's transforms, or their like."""
+    """Return torchvision's transforms, or the same transforms in plain torch."""
     if importlib.util.find_spec("torchvision") is None:
         return CropFlipNormalize()
     from torchvision.transforms import v2
@@ -74,7 +78,7 @@ def augmentation() -> Callable[[Tensor], Tensor]:
 
 
 class Images(Dataset[tuple[Tensor, int, int]]):
-    """scikit-learn's digits as images of 3x32x32 bytes, each augmented when it is read: image, label and index."""
+    """Digits of scikit-learn as images of 3x32x32 bytes, with label and index. A read augments the image."""
 
     def __init__(self, images: Tensor, labels: list[int]) -> None:
         self.images, self.labels = images, labels
@@ -112,7 +116,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 
 def epochs_of_steps(loader: Iterable[Any], step: Callable[[Any], object]) -> list[list[int]]:
-    """Train, and return the samples of each epoch in their order."""
+    """Train, and return the indices of the samples of each epoch, in order."""
     orders: list[list[int]] = []
     for _ in range(EPOCHS):
         orders.append([])
@@ -133,9 +137,9 @@ def train(seed: int, workers: int | None, budget: float = 0.0) -> dict[str, Any]
     """Train one model.
 
     Args:
-        seed: of all generators.
-        workers: None for the loop as it came; a number that flatout is asked for; -1 if flatout decides.
-        budget: seconds to decide in.
+        seed: seed of all generators.
+        workers: None for the original loop, a number of workers to force, or -1 if flatout decides.
+        budget: budget of the tuning, in seconds.
     """
     images, labels = digits()
     seed_all(seed)
@@ -164,7 +168,7 @@ def train(seed: int, workers: int | None, budget: float = 0.0) -> dict[str, Any]
 
 
 def test_images(benchmark: Any) -> None:
-    """Each sample comes once per epoch, and the first epoch keeps its order."""
+    """Check that each sample comes once per epoch, and that the first epoch keeps its order."""
     own = [train(seed, None) for seed in SEEDS]
     ours = [train(seed, 2) for seed in SEEDS]
     decided = train(SEEDS[0], -1, TUNING_SECONDS)
@@ -195,7 +199,7 @@ def test_images(benchmark: Any) -> None:
 
 
 class Sleeping(Dataset[tuple[Tensor, float]]):
-    """Samples that wait, and draw one random number each."""
+    """Samples that wait, and that each draw a random number."""
 
     def __len__(self) -> int:
         return 4096
@@ -211,7 +215,7 @@ def slow_step(model: nn.Module, batch: Any) -> Tensor:
 
 
 def stall_of(loader: Iterable[Any], step: Callable[[Any], object], steps: int) -> tuple[float, list[Any]]:
-    """Return the share of time that steps wait for their batches, after a few steps, and the batches."""
+    """Return the share of time that steps wait for batches, and the batches. The first four steps do not count."""
     waited, taken = 0.0, []
     with contextlib.closing(_endless(loader)) as batches:
         for batch in islice(batches, 4):
@@ -233,7 +237,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def test_a_slow_disk(benchmark: Any) -> None:
-    """Waiting takes no core, so the goal is a stall near 0."""
+    """Measure the stall with samples that wait. Waiting occupies no core, so the goal is a stall near 0."""
     seed_all(0)
     model = nn.Linear(8, 1)
     opt = torch.optim.SGD(model.parameters(), 0.01)

@@ -1,18 +1,19 @@
-"""uint8 images to normalised floats in channels_last: flatout.data.Normalize beside torch's separate operations.
+"""Comparison of flatout.data.Normalize with torch's separate operations, from uint8 images to channels_last floats.
 
-    pytest benchmarks/normalize_images.py -s       (the file must be named: it is no test of the suite)
+    pytest benchmarks/normalize_images.py -s --full
 
-Both take turns in one process on the same batch, and so does a plain copy. The separate operations are
+Both and a plain copy take turns in one process, on the same batch. The separate operations are
 ``.float().div_(255).sub_(mean).div_(std).to(dtype).contiguous(memory_format=torch.channels_last)``, with mean and std
-on the device already: what timm's and NVIDIA's prefetchers do, in as many kernels. Ratios are medians over rounds of
-the times of one round, with their quartiles. GB/s are the bytes that have to move, 1 read and 2 or 4 written per
-element, over the median time; "of copy" compares them with the copy of the same round. On a CPU lines that are written
-are read before, and counted so, there and in the copy. Nothing is asserted but that the results agree: beside a figure
-stands its goal, and whether it is met.
+on the device. The prefetchers of timm and NVIDIA do this in the same number of kernels.
 
-Goals (not results) are for an H200: bfloat16 in channels_last at least 4 times the separate operations, and at 0.8 of
-the memory's peak of 4.8 TB/s. The cases on CUDA have not been run yet. ``FLATOUT_BENCH_SHRINK=100`` makes batches so
-much smaller, to see it run.
+A ratio compares times of one round. The table shows medians and quartiles over rounds. GB/s are the necessary bytes,
+with 1 read and 2 or 4 written per element, divided by the median time. "of copy" compares this bandwidth with the copy
+of the same round. A CPU reads cache lines before it writes them. These reads count, also for the copy. The test asserts
+only that the results agree. Each figure is printed with its goal, and with "met" or "MISSED".
+
+The goals are for an H200, and they are not results. Conversion to bfloat16 in channels_last is at least 4 times as fast
+as the separate operations, and reaches 0.8 of the memory's peak of 4.8 TB/s. The cases on CUDA have not run
+yet.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.scale import scaled
 from torch import Tensor
 
 from flatout.data import Normalize
 
-SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")),
@@ -48,8 +49,8 @@ class Case:
     has_goals: bool = False
 
     def images(self, device: str) -> Tensor:
-        """About 38 M elements on a CPU and 600 M on a GPU: more than any cache holds."""
-        count = max(1, (600 if device == "cuda" else 38) * 1_000_000 // (3 * self.side**2) // SHRINK)
+        """Return about 38 M elements on a CPU and 600 M on a GPU, which exceed any cache."""
+        count = max(1, (600 if device == "cuda" else 38) * 1_000_000 // (3 * self.side**2) // scaled(1, 100))
         x = torch.empty(count, 3, self.side, self.side, dtype=torch.uint8, device=device).random_(0, 256)
         return x.contiguous(memory_format=self.given_format)
 
@@ -66,7 +67,7 @@ CASES = {
 
 
 def separate(x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Torch's operations, one after the other."""
+    """Return a function that runs torch's operations one after the other."""
     mean, std = (torch.tensor(values, device=x.device).view(1, 3, 1, 1) for values in (MEAN, STD))
 
     def run() -> Tensor:
@@ -77,7 +78,7 @@ def separate(x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Of one call, until the device is done."""
+    """Return the seconds of one call, until the device is done."""
     if device == "cpu":
         start = time.perf_counter()
         run()
@@ -91,7 +92,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def ratios(over: list[float], under: list[float]) -> tuple[float, float, float]:
-    """Median and quartiles, round by round."""
+    """Return the median and the quartiles of the ratios of the rounds."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
     return middle, low, high
 
@@ -120,7 +121,7 @@ def test_normalize(name: str, device: str, benchmark: pytest.FixtureRequest) -> 
         "copy": lambda: target.copy_(source),
     }
     times: dict[str, list[float]] = {key: [] for key in contenders}
-    for i in range(max(5, 20 // SHRINK)):
+    for i in range(scaled(20, 5)):
         keys = list(contenders)
         for key in keys[i % 3 :] + keys[: i % 3]:
             times[key].append(seconds(contenders[key], device))

@@ -1,59 +1,61 @@
-"""Claim: what ``flatout.optimize`` finds trains as fast as the best that was written by hand, on every job.
+"""Claim: loops tuned by ``flatout.optimize`` are as fast as the best loops written by hand, on every job.
 
-    python -m pytest benchmarks/optimize.py -s --benchmark-json=benchmarks/results/optimize.json
+    pytest benchmarks/optimize.py -s --full
 
-Six jobs; for each the loop as first written, an expert's, Lightning Fabric and accelerate with the expert's flags and
-the better of 0 and 2 workers, and flatout, which chooses by itself. Each has a process of its own, and all take turns
-of a second. Goals: at least 1.0 times the best of the others on each job, 1.05 in the geometric mean, and twice the
-naive loop.
+The benchmark compares loops on six jobs: a naive loop, an expert's loop, Lightning Fabric, accelerate, and flatout.
+Fabric and accelerate use the expert's flags and the better of 0 and 2 workers. flatout decides without flags. Each loop
+has a separate process, and all loops take turns of a second. Goals: at least 1.0 times the speed of the best other loop
+on each job, 1.05 in the geometric mean, and twice the speed of the naive loop.
 
-The expert chooses from every combination of bf16, compilation of model and loss, channels_last and attention by plain
-products. All are screened in three turns, and the best three are timed again, as long as the last race. The last race
-counts only its own turns. The turns that chose the expert favor it by luck, and would make it look faster than it is.
+The expert chooses from all combinations of bf16, compilation of model and loss, channels_last, and attention by plain
+products. All combinations are screened in three turns. The best three are timed again, for as long as the last race.
+The last race counts only its own turns. The turns that chose the expert's loop favor this loop by chance, and would
+overestimate its speed.
 
-Beside each speed stands the time to set up: from the start of the process to the first timed step. Compilers start from
-an empty cache. flatout's tuning is part of its time. ``FLATOUT_BENCH_SHRINK=10`` takes a tenth of budgets and turns.
+The results also contain the setup time, from the start of the process to the first timed step. Compilers start with an
+empty cache. The setup time of flatout includes tuning.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from support import loops
+from support import loops, scale
 from support.loops import Flags, made
+from support.scale import scaled
 from support.training_jobs import JOBS, Job
 from support.turns import LaneApart, closing, ratio, take_turns
 from torch import nn
 
-SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
-ROUNDS = max(2, 12 // SHRINK)
-TURN = 1.0 / SHRINK
-SCREEN_ROUNDS = max(1, 3 // SHRINK)
-"""Turns that each of an expert's choices is given."""
+ROUNDS = scaled(12, 2)
+TURN = scaled(1.0, 0.1)
+SCREEN_ROUNDS = scaled(3, 1)
+"""Number of turns in which each combination of the expert is screened."""
 
 FINALISTS = 3
-"""The expert's best choices, which are given as many turns as the last race."""
+"""Number of the expert's best combinations that are timed for as many turns as the last race."""
 
-BUDGET = 90.0 / SHRINK
+BUDGET = scaled(90.0, 2.0)
 """Seconds that flatout may take to tune."""
 
 
 def grid(job: Job) -> list[Flags]:
-    """Every combination of what an expert chooses from for a job."""
+    """Return all combinations of flags from which the expert chooses for a job."""
     convolves = any(isinstance(module, nn.Conv2d) for module in made(job).modules())
     either = (False, True)
+    if not scale.full:
+        return [Flags()]
     choices = either, either, either if convolves else (False,), either if job.attends else (False,)
     return list(itertools.starmap(Flags, itertools.product(*choices)))
 
 
 def best_of(lanes: list[LaneApart], count: int, rounds: int) -> list[LaneApart]:
-    """The fastest ``count`` in so many turns; the others are closed."""
+    """Return the fastest ``count`` lanes after ``rounds`` turns, and close all other lanes."""
     rates = take_turns(lanes, rounds, TURN)
     ranked = sorted(lanes, key=lambda lane: -statistics.median(rates[lane.name]))
     with closing(ranked[count:]):
@@ -61,13 +63,13 @@ def best_of(lanes: list[LaneApart], count: int, rounds: int) -> list[LaneApart]:
 
 
 def loop(kind: str, name: str, *args: Any) -> tuple[Iterator[int], None]:
-    """A contender's steps, by its name in ``support.loops``."""
+    """Return the steps of a loop by its name in ``support.loops``."""
     return getattr(loops, kind)(JOBS[name](), *args), None
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", scaled(list(JOBS), ["tabular"]))
 def test_job(name: str, benchmark) -> None:
-    """Times flatout's loop; the others take turns with it and are in ``extra_info``."""
+    """Time flatout's loop in turns with the other loops. Their results are in ``extra_info``."""
     job = JOBS[name]()
     flags = {f"expert ({each})": each for each in grid(job)}
     finalists = best_of(
@@ -78,7 +80,7 @@ def test_job(name: str, benchmark) -> None:
     lanes = [LaneApart("naive", loop, "naive", name), expert]
     workers = 0
     if find_spec("lightning"):
-        with_workers = {f"Lightning Fabric ({n} workers)": n for n in (0, 2)}
+        with_workers = {f"Lightning Fabric ({n} workers)": n for n in scaled((0, 2), (0,))}
         fabrics = [LaneApart(lane, loop, "fabric", name, best, n) for lane, n in with_workers.items()]
         (fabric,) = best_of(fabrics, 1, SCREEN_ROUNDS)
         workers = with_workers[fabric.name]

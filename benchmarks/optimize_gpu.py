@@ -1,15 +1,17 @@
-"""Claim: what ``flatout.optimize`` makes of a GPU, on a perceptron, a case study, two GPTs and a ResNet-50.
+"""Speed and utilization of a GPU with ``flatout.optimize``, for a perceptron, two GPTs and a ResNet-50.
 
-    make gpu-check PHASES="build optimize_gpu"      (one NVIDIA H200, 16 cores; where flatout is installed:
-    python -m pytest benchmarks/optimize_gpu.py -s)
+    make gpu-check PHASES="build optimize_gpu"      (one NVIDIA H200, 16 cores)
+    pytest benchmarks/optimize_gpu.py -s --full      (if flatout is installed)
 
-Written, not yet run on a GPU: no figure comes from it. On a CPU everything runs at sizes that show nothing but that it
-runs. Loops take turns in one process, each with its own backend flags; NVML is read while flatout's loop runs alone.
-MFU is ``run.stats``', which counts no masked pair of causal attention, relative to the data sheet's dense bf16 peak;
-"dense" beside it counts attention as published figures do. Nothing is asserted: beside a figure stands its goal.
-Figures go to benchmarks/results/optimize_gpu.json, on a GPU, and to $OUT where that is set, after every job.
+The benchmark has not run on a GPU yet, so no figure comes from it. On a CPU, the sizes are small, and the run is only a
+test. Loops take turns in one process, each with separate backend flags. NVML is read while flatout's loop runs alone.
 
-The cheap and the important come first: seconds on an H200 are guessed at 40, 80, 55, 80 and 80.
+MFU is that of ``run.stats``, relative to the data sheet's dense bf16 peak. It does not count masked pairs of causal
+attention. The additional "dense" MFU counts attention as published figures do. The tests assert nothing, and print a
+goal beside each figure. After every job, figures go to benchmarks/results/optimize_gpu.json if there is a GPU, and to
+$OUT if $OUT is set.
+
+Cheap and important jobs come first. On an H200, the jobs are estimated to take 40, 55, 80 and 80 seconds.
 """
 
 from __future__ import annotations
@@ -22,29 +24,26 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_jobs import SIZE, GpuJob, case_study, gpt2, resnet50, seed_mlp, wide_gpt
+from support.gpu_jobs import GpuJob, gpt2, resnet50, seed_mlp, wide_gpt
+from support.gpu_loops import ON_GPU, amp, flops_of, percent, share_of_bf16, tuned
 from support.gpu_results import Goal, keep, say
-from support.loops import DEVICE, LONG, kept_by, size_of, steps_of
+from support.loops import kept_by, steps_of
+from support.scale import scaled
 from support.turns import Alone, Lane, alone, closing, ratio, take_turns
 
-import flatout
-from flatout.core import formatting
 from flatout.core.snapshot import Snapshot
-from flatout.data import map_tensors, to_device
-from flatout.mfu import FlopCount, count_flops, peak_flops
 
-ON_GPU = DEVICE.type == "cuda"
-BUDGET = 60.0 if ON_GPU else 2.0
-"""Seconds of measuring: on a GPU they suffice for one compilation of a large model, and of the perceptron for two."""
+BUDGET = scaled(60.0 if ON_GPU else 2.0, 1.0)
+"""Budget of the tuning, in seconds. On a GPU, it is enough for one compilation of a large model, or two of the MLP."""
 
-ALONE = 3.0 if ON_GPU else 0.2
-ROUNDS = 4
-TURN = 1.0 if ON_GPU else 0.1
+ALONE = scaled(3.0 if ON_GPU else 0.2, 0.2)
+ROUNDS = scaled(4, 2)
+TURN = scaled(1.0 if ON_GPU else 0.1, 0.1)
 
 
 @pytest.fixture(autouse=True)
 def as_it_came() -> Iterator[None]:
-    """Flags are put back, and the device's memory is given back, after each job."""
+    """Restore flags and free the device's memory after each job."""
     state = Snapshot.capture([])
     yield
     state.restore()
@@ -53,92 +52,17 @@ def as_it_came() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-# ---- loops -------------------------------------------------------------------------------------------------
-
-
-def as_first_written(job: GpuJob) -> Iterator[int]:
-    """float32 as torch multiplies it by default, and a loss that is read in every step."""
-    model, optimizer = job.made()
-    loader = job.batches()
-    total = 0.0
-    while True:
-        for batch in loader:
-            batch = to_device(batch, DEVICE)
-            optimizer.zero_grad()
-            loss = job.loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-            yield size_of(batch)
-
-
-def amp(job: GpuJob) -> Iterator[int]:
-    """The tutorials' loop: ``torch.cuda.amp``'s autocast and GradScaler, by their names of today."""
-    model, optimizer = job.made()
-    loader = job.batches()
-    scaler = torch.amp.GradScaler(DEVICE.type)
-    while True:
-        for batch in loader:
-            optimizer.zero_grad()
-            with torch.amp.autocast(DEVICE.type):
-                loss = job.loss(model, batch)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            yield size_of(batch)
-
-
-def tuned(job: GpuJob, techniques: dict[str, Any] | None = None, budget: float = BUDGET) -> flatout.Run:
-    """flatout, told that the training is long."""
-    model, optimizer = job.made()
-    return flatout.optimize(
-        model,
-        job.batches(),
-        optimizer,
-        job.loss_fn,
-        techniques=techniques,
-        expected_steps=LONG,
-        budget=budget,
-    )
-
-
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
-def flops_of(job: GpuJob) -> FlopCount:
-    """FLOPs of one sample, counted on a batch of one."""
-    model, _ = job.made()
-    one = map_tensors(lambda tensor: tensor[:1], to_device(next(iter(job.batches())), DEVICE))
-    return count_flops(_Loss(job, model), one)
-
-
-class _Loss(torch.nn.Module):
-    def __init__(self, job: GpuJob, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.job, self.model = job, model
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.job.loss(self.model, batch)
-
-
-def share_of_bf16(flops_per_second: float) -> float | None:
-    """Of the data sheet's dense peak; None without a GPU that has one."""
-    peak = peak_flops(DEVICE, torch.bfloat16) if ON_GPU else None
-    return None if peak is None else flops_per_second / peak
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else formatting.share(value, 1)
-
-
 def on_the_gpu(watched: Alone) -> str:
-    """What NVML showed, in a line."""
-    if watched.utilisation is None:
+    """Return the figures of NVML as a line of text."""
+    if watched.utilization is None:
         return f"NVML: {watched.no_gpu}"
     power, clock = watched.power_watts or 0, watched.sm_clock_mhz or 0
     held = f", held down by {', '.join(watched.throttle)}" if watched.throttle else ""
     return (
-        f"NVML: utilisation {percent(watched.utilisation)}, at the lowest {percent(watched.lowest_utilisation)}; "
+        f"NVML: utilization {percent(watched.utilization)}, at the lowest {percent(watched.lowest_utilization)}; "
         f"tensor cores {percent(watched.tensor_active)}; {power:.0f} W, {clock:.0f} MHz{held}"
     )
 
@@ -150,17 +74,17 @@ def compare(
     techniques: dict[str, Any] | None = None,
     budget: float = BUDGET,
 ) -> None:
-    """flatout's loop alone, which is reported at once, then by turns with the tutorials' AMP loop.
+    """Measure and report flatout's loop alone, and then in turns with the tutorials' AMP loop.
 
     Args:
-        job: what is trained.
-        benchmark: times a turn of flatout's.
-        goals: of the figures.
-        techniques: as ``optimize`` takes them.
-        budget: seconds of measuring.
+        job: the job to train.
+        benchmark: fixture that times a turn of flatout's loop.
+        goals: returns the goals for the figures.
+        techniques: argument of ``optimize``.
+        budget: budget of the tuning, in seconds.
     """
     flops = flops_of(job)
-    theirs = Lane("AMP loop", amp(job))  # with the flags as they came
+    theirs = Lane("AMP loop", amp(job))  # with the original flags
     run = tuned(job, techniques, budget)
     ours = Lane("flatout", steps_of(run))
     ours.turn(TURN)
@@ -221,11 +145,11 @@ def compare(
 
 
 def busy(figures: dict[str, Any]) -> Goal:
-    return Goal("NVML's utilisation", figures["alone"]["utilisation"], 0.95, percent=True)
+    return Goal("NVML's utilization", figures["alone"]["utilization"], 0.95, percent=True)
 
 
 def test_seed_mlp(benchmark: Any) -> None:
-    """Three times the loop that the tutorial has for it."""
+    """Train the perceptron. Goal: three times the speed of its tutorial's loop."""
     compare(
         seed_mlp(),
         benchmark,
@@ -233,60 +157,11 @@ def test_seed_mlp(benchmark: Any) -> None:
     )
 
 
-def test_case_study(benchmark: Any) -> None:
-    """BF16, the loader, twice the batch and compilation, one after the other: 3.75 times the naive loop."""
-    start = SIZE.case_study.batch_size
-    bf16 = {"precision": "bf16"}
-    fed = bf16 | {"workers": {"num_workers": SIZE.workers, "persistent_workers": True}}
-    small, large = case_study(start), case_study(2 * start)
-    flops = flops_of(small)
-    lanes = {"as first written": Lane("as first written", as_first_written(small))}
-    runs: dict[str, flatout.Run] = {}
-    for name, job, techniques in (
-        ("+ BF16", small, bf16),
-        ("+ loader workers", small, fed),
-        (f"+ batch of {2 * start}", large, fed),
-        ("+ torch.compile", large, fed | {"compile": "default"}),
-    ):
-        runs[name] = tuned(job, techniques, budget=0)
-        lanes[name] = Lane(name, steps_of(runs[name]))
-
-    figures: dict[str, Any] = {"unit": small.unit, "units_per_sample": small.units, "route": {}}
-    for name, lane in lanes.items():
-        lane.turn(TURN)
-        if name in runs:
-            runs[name].stats.reset()
-        watched = alone(lane, ALONE / 2)
-        mfu = share_of_bf16(watched.samples_per_second * flops.total)
-        stall = runs[name].stats.stall_fraction if name in runs else None
-        figures["route"][name] = {"mfu": mfu, "stall_fraction": stall, "alone": asdict(watched)}
-    rates = take_turns([*lanes.values()], ROUNDS - 1, TURN)
-    lines = []
-    for name, row in figures["route"].items():
-        times = ratio(rates, name, "as first written")
-        rate = statistics.median(rates[name])
-        row |= {"samples_per_second": rate, "times_first": times, "samples_per_second_by_turns": rates[name]}
-        lines.append(
-            f"{name:20} {rate:8,.1f} windows/s {times:6.2f}x"
-            f"  NVML {percent(row['alone']['utilisation']):>7}  MFU {percent(row['mfu']):>7}"
-        )
-    last = figures["route"]["+ torch.compile"]
-    goals = [
-        Goal("times as first written", last["times_first"], 3.75),
-        Goal("NVML's utilisation", last["alone"]["utilisation"], 0.95, percent=True),
-    ]
-    figures["environment"] = runs["+ torch.compile"].report.summary.environment
-    benchmark.pedantic(lambda: lanes["+ torch.compile"].turn(TURN), rounds=1)
-    benchmark.extra_info |= keep(small.name, figures, goals)
-    say(small.name, [*lines, *map(str, goals)])
-    for lane in lanes.values():
-        lane.close()
-    for run in reversed(runs.values()):
-        run.undo()
-
-
 def test_wide_gpt(benchmark: Any) -> None:
-    """Layers as wide as a 7B model's: 60 % MFU. Steps take a third of a second: nothing is tried, all is asked for."""
+    """Train layers as wide as those of a 7B model. Goal: 60 % MFU.
+
+    A step takes a third of a second, so all techniques are forced and none is tried.
+    """
     torch.set_float32_matmul_precision("high")
     compare(
         wide_gpt(),
@@ -298,13 +173,16 @@ def test_wide_gpt(benchmark: Any) -> None:
 
 
 def test_gpt2(benchmark: Any) -> None:
-    """45 % MFU with 124 million parameters. TF32 is on from the start, as nanoGPT has it."""
+    """Train 124 million parameters, with TF32 on from the start, as in nanoGPT. Goal: 45 % MFU."""
     torch.set_float32_matmul_precision("high")
     compare(gpt2(), benchmark, lambda figures: [Goal("MFU", figures["mfu"], 0.45, percent=True), busy(figures)])
 
 
 def test_resnet50(benchmark: Any) -> None:
-    """3,300 images a second, which is 8 % MFU: no convolutional net is known to reach the 60 to 80 % one reads of."""
+    """Train ResNet-50. Goal: 3,300 images per second, which is 8 % MFU.
+
+    Some texts claim an MFU of 60 to 80 %, but no known convolutional net reaches it.
+    """
     compare(
         resnet50(),
         benchmark,

@@ -1,12 +1,14 @@
-"""flatout.data.tune beside an exhaustive grid of workers and prefetch_factor, and the starved step.
+"""Comparison of flatout.data.tune with an exhaustive grid of workers and prefetch_factor, and a starved step.
 
-    python -m pytest benchmarks/tuner.py --benchmark-json=benchmarks/results/tuner.json -s
+    pytest benchmarks/tuner.py -s --full
 
-Three datasets (tensors that cost nothing, a transform that keeps a core busy, a sleep as for a disk), each as fast as
-can be and beside a step that leaves the cores alone, as a GPU's does. All cells of the grid and the tuned loader take
-turns in one process, their workers living through all rounds; a turn begins when the queues are in the state that they
-stay in. Ratios are medians over rounds. The best cell is the luckiest of a dozen, too, so that even its own twin comes
-out below it. Nothing is asserted: beside a figure stands its goal. The machine must be quiet; the load is printed.
+There are three datasets: tensors that cost nothing, a transform that keeps a core busy, and a sleep as for a disk. Each
+is loaded without a step, and with a step that leaves the cores idle, as on a GPU. All cells of the grid and the tuned
+loader take turns in one process, and their workers persist through all rounds. A turn begins when the queues are in
+their steady state.
+
+Ratios are medians over rounds. The best of a dozen cells is also the luckiest one, so even an equal loader gets a ratio
+below 1. The tests assert nothing, and print a goal beside each figure. The machine must be quiet. The load is printed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from support.scale import scaled
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -28,13 +31,13 @@ import flatout
 from flatout.core.machine import usable_cores
 from flatout.data import Prefetcher, clone_loader, tune
 
-ROUNDS = 5
-SECONDS = 0.4  # of one cell in one round
+ROUNDS = scaled(5, 2)
+SECONDS = scaled(0.4, 0.1)  # duration of one cell in one round
 CORES = usable_cores()
 
 
 class Transformed(Dataset):
-    """About two milliseconds of one core a sample."""
+    """Samples that each take about two milliseconds of one core."""
 
     def __init__(self) -> None:
         self.image = np.random.default_rng(0).random((96, 96))
@@ -50,7 +53,7 @@ class Transformed(Dataset):
 
 
 class Waiting(Dataset):
-    """A sample waits, as for a disk or a network."""
+    """Samples that wait, as for a disk or a network."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -64,7 +67,7 @@ class Waiting(Dataset):
 
 
 CASES = {
-    # name: (dataset, batch size, seconds of the step, numbers of workers in the grid beside those of every grid)
+    # name: (dataset, batch size, seconds of the step, additional numbers of workers in the grid)
     "cheap": (TensorDataset(torch.rand(100_000, 32), torch.arange(100_000)), 64, 0.0, ()),
     "cheap, step 2 ms": (TensorDataset(torch.rand(100_000, 32), torch.arange(100_000)), 64, 0.002, ()),
     "transform": (Transformed(), 8, 0.0, ()),
@@ -75,7 +78,7 @@ CASES = {
 
 
 class Cell:
-    """One setting of a loader, run in turns with the others."""
+    """One setting of a loader, which runs in turns with the others."""
 
     def __init__(self, loader: DataLoader, step_time: float) -> None:
         if loader.num_workers:
@@ -87,7 +90,10 @@ class Cell:
         self._step_time = step_time
 
     def run(self, rest: float) -> None:
-        """Batches/s over `SECONDS`, after this queue's contents and ``rest``, in which other queues fill."""
+        """Measure batches/s for `SECONDS`, after an untimed part.
+
+        The untimed part empties the queue. It lasts at least ``rest`` seconds, in which other queues fill.
+        """
         begin = time.perf_counter()
         for i in itertools.count():
             if i >= self.queue and time.perf_counter() > begin + rest:
@@ -117,7 +123,7 @@ def against(goal: str, met: bool) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", scaled(list(CASES), ["transform, step 20 ms"]))
 def test_grid(benchmark: pytest.FixtureRequest, case: str) -> None:
     dataset, batch_size, step_time, more = CASES[case]
     load = os.getloadavg()[0]
@@ -162,41 +168,45 @@ def test_grid(benchmark: pytest.FixtureRequest, case: str) -> None:
     benchmark.pedantic(ours.run, args=(0.0,), rounds=1)  # type: ignore[attr-defined]
 
 
+LOADING, COMPUTING = scaled((0.5, 0.1), (0.025, 0.005))
+"""Seconds to load a batch, and to compute it."""
+
+
 class Starved(Dataset):
-    """Half a second a batch of one."""
+    """Samples that each take ``LOADING`` seconds to load."""
 
     def __len__(self) -> int:
         return 2000
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.5)
+        time.sleep(LOADING)
         return torch.ones(8), 0
 
 
-def step_of_100_ms(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    time.sleep(0.1)
+def slow_step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    time.sleep(COMPUTING)
     return model(batch[0]).square().mean()
 
 
 def test_starved_step(benchmark: pytest.FixtureRequest) -> None:
-    """0.5 s to load a batch, 0.1 s to compute: the stall as the loop comes, and as `optimize` leaves it."""
+    """Measure the stall before and after `optimize`, with batches that load five times as long as they compute."""
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     torch.manual_seed(0)
     model, loader = nn.Linear(8, 1), DataLoader(Starved())
     waiting, begin = Prefetcher(loader, "cpu"), time.perf_counter()
     for batch in itertools.islice(waiting, 10):
-        step_of_100_ms(model, batch)
+        slow_step(model, batch)
     before = waiting.stall_seconds / (time.perf_counter() - begin)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     others = ("compile", "precision", "in_memory", "fused_optimizer")
     begin = time.perf_counter()
-    run = flatout.optimize(
-        model, loader, optimizer, compute_loss=step_of_100_ms, techniques=dict.fromkeys(others, False)
-    )
+    forbidden = dict.fromkeys(others, False)
+    run = flatout.optimize(model, loader, optimizer, compute_loss=slow_step, techniques=forbidden)
     took = time.perf_counter() - begin
     row = next(row for row in run.report.rows if row.technique == "workers")
     batches = iter(run.loader)
-    for batch in itertools.islice(batches, 101):  # the rolling figures cover 100: all but the start of the workers
+    # The rolling figures cover the last 100 batches, without the start of the workers.
+    for batch in itertools.islice(batches, 101):
         run.step(batch)
     after = run.stats.stall_fraction
     assert after is not None

@@ -1,21 +1,23 @@
-"""Unscale + check + clip + AdamW: flatout's updates beside torch's and everybody else's.
+"""Comparison of updates (unscale + check + clip + AdamW) of flatout, torch and other libraries.
 
-    pytest benchmarks/update_path.py -s            (the file must be named: it is no test of the suite)
+    pytest benchmarks/update_path.py -s --full
 
-With clipping, "flatout lazy" (``scaler.step(optimizer, max_grad_norm=...)``, which leaves ``p.grad`` scaled) and
-"flatout eager" (torch's calls, which rewrite it) stand against torch's ``unscale_``, ``clip_grad_norm_`` and ``step``.
-Without, "flatout plain" leaves torch's unscaled gradients, as ``scaler.step(optimizer)`` does in either library.
+With clipping, two variants of flatout compete with torch's ``unscale_``, ``clip_grad_norm_`` and ``step``. "flatout
+lazy" is ``scaler.step(optimizer, max_grad_norm=...)``, which leaves ``p.grad`` scaled. "flatout eager" uses torch's
+calls, which rewrite ``p.grad``. Without clipping, "flatout plain" leaves unscaled gradients, as
+``scaler.step(optimizer)`` does in both libraries.
 
-All contenders of a case take turns in one process, each with fresh gradients, so that a machine that drifts slows all
-alike; a plain copy takes its turns too. Ratios are medians over rounds of the times of one round, with their quartiles.
-Bytes per parameter are counted from the passes each one makes (benchmarks/support/contenders.py), GB/s are those bytes
-over the median time, and "of copy" compares them with the copy of the same round. bitsandbytes, torchao, apex,
-TransformerEngine and flashoptim take part where they are installed. Nothing is asserted but that the contenders have
-the same parameters afterwards: beside a figure stands its goal, and whether it is met.
+All contenders of a case take turns in one process, each with new gradients, so that drift of the machine affects all of
+them equally. A plain copy takes turns, too. A ratio compares times of one round. The table shows medians and quartiles
+over rounds. Bytes per parameter are counted from the passes of each contender (benchmarks/support/contenders.py). GB/s
+are these bytes divided by the median time. "of copy" compares this bandwidth with the copy of the same round.
+bitsandbytes, torchao, apex, TransformerEngine and flashoptim take part if they are installed. The tests assert only
+that all contenders have the same parameters afterwards. Each figure is printed with its goal, and with "met" or
+"MISSED".
 
-On a CPU the machine must be quiet (the load is printed): with one core taken by somebody else, torch's barrier after
-every tensor costs a time slice, and its 100 tensors ten times what they should; such ratios say nothing.
-The cases on CUDA have not been run yet. ``FLATOUT_BENCH_SHRINK=100`` makes everything so much smaller, to see it run.
+On a CPU, the machine must be quiet. The load is printed. If another program occupies one core, torch's barrier after
+every tensor costs a time slice. torch's 100 tensors then take ten times their normal time, and the ratios are
+meaningless. The cases on CUDA have not run yet.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support import contenders as c
+from support.scale import scaled
 from torch.autograd import DeviceType
 
-SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")),
@@ -46,17 +48,17 @@ class Case:
     tensors: int
     small: bool
     goals: dict[tuple[str, str], dict[str, float]]
-    """By device and contender: the least ratio to torch, and the least share of the copy's bandwidth."""
+    """Goals by device and contender: the least ratio to torch, and the least share of the copy's bandwidth."""
 
     def sizes(self, device: str) -> list[int]:
         if self.small:
-            return [512] * max(1, self.tensors // SHRINK)
+            return [512] * max(1, self.tensors // scaled(1, 100))
         total = 32_000_000
         if device == "cuda":
-            # Per parameter: 12 bytes of each of torch's and flatout's (others join while there is room), 8 of
-            # foreach's temporaries, 12 of gradients, 12 while values are made.
+            # Per parameter: 12 bytes for each contender of torch and flatout (others join while there is room), 8 for
+            # temporaries of foreach, 12 for gradients, 12 for the creation of values.
             total = min(1_200_000_000, int(0.9 * torch.cuda.mem_get_info()[0] / (12 * 6 + 8 + 12 + 12)))
-        return [total // SHRINK // self.tensors] * self.tensors
+        return [total // scaled(1, 100) // self.tensors] * self.tensors
 
 
 LARGE = {("cpu", "flatout lazy"): {RATIO: 1.7, COPY: 0.9}, ("cuda", "flatout lazy"): {RATIO: 1.45, COPY: 0.9}}
@@ -86,7 +88,7 @@ def wait(device: str) -> None:
 
 
 def seconds(run: Callable[[], object], device: str, until: str = "done") -> float:
-    """Of one call, until the device is done or ("returned") until the host may go on."""
+    """Return the seconds of one call, until the device is done ("done") or until the call returns ("returned")."""
     wait(device)
     start = time.perf_counter()
     run()
@@ -133,9 +135,9 @@ def test_update(name: str, device: str, benchmark: pytest.FixtureRequest) -> Non
     c.assert_agreement(contenders)
     source = torch.rand(min(max(problem.total, 1 << 22), 1 << 28), device=device)
     target = torch.empty_like(source)
-    # A CPU reads the lines of the target before it overwrites them; an update's targets are read anyway.
+    # A CPU reads the cache lines of the target before it overwrites them. An update reads its targets anyway.
     copied = (3 if device == "cpu" else 2) * source.nbytes
-    rounds = max(5, (100 if case.small else 20) // SHRINK)
+    rounds = max(5, (100 if case.small else 20) // scaled(1, 100))
     times = in_turns(contenders, problem, rounds, lambda: target.copy_(source))
     copy = copied / statistics.median(times["copy"])
 
@@ -170,27 +172,28 @@ def test_update(name: str, device: str, benchmark: pytest.FixtureRequest) -> Non
     benchmark.pedantic(ours.update, setup=lambda: problem.fresh_gradients(ours.params), rounds=3)  # type: ignore[attr-defined]
 
 
-# ---- what the host does, on CUDA ---------------------------------------------------------------------------
+# ---- host time on CUDA -------------------------------------------------------------------------------------
 
 
 def traced(run: Callable[[], object]) -> tuple[int, list[str]]:
-    """Kernels that one call puts on the device, and what in it waited or copied back."""
+    """Return the number of kernels of one call, and the names of its waits and copies to the host."""
     wait("cuda")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace, torch.profiler.record_function("one update"):
         run()
     events = trace.events()
     region = next(e for e in events if e.name == "one update" and e.device_type == DeviceType.CPU)
-    annotations = {e.name for e in events if e.is_user_annotation}  # torch's around every optimizer, and this one
+    # torch annotates every optimizer's step, and this function annotates the update.
+    annotations = {e.name for e in events if e.is_user_annotation}
     on_device = [e.name for e in events if e.device_type == DeviceType.CUDA and e.name not in annotations]
-    # The profiler waits for the device too, after the region.
+    # After the region, the profiler also waits for the device.
     inside = [e.name for e in events if region.time_range.start <= e.time_range.start <= region.time_range.end]
     waits = [name for name in inside if "Synchronize" in name] + [name for name in on_device if "DtoH" in name]
     return sum(not name.startswith(("Memcpy", "Memset")) for name in on_device), waits
 
 
 def replayed(contender: c.Contender, problem: c.Problem) -> Callable[[], None]:
-    """The same update as a CUDA graph, over gradients that stay where they are."""
+    """Return a replay of the update as a CUDA graph, on gradients at fixed addresses."""
     problem.fresh_gradients(contender.params)
     graph = torch.cuda.CUDAGraph()
     wait("cuda")
@@ -201,8 +204,8 @@ def replayed(contender: c.Contender, problem: c.Problem) -> Callable[[], None]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_host_time_on_cuda(benchmark: pytest.FixtureRequest) -> None:
-    """2,000 tensors: how long the host is held, how many kernels it launches, and whether it ever waits."""
-    problem = c.Problem([512] * max(1, 2000 // SHRINK), "cuda")
+    """Measure the host time for 2,000 tensors, and count kernels and waits."""
+    problem = c.Problem([512] * max(1, 2000 // scaled(1, 100)), "cuda")
     contenders, _ = c.assemble([c.torch_fused, c.torch_foreach, *c.FP32[2:4]], problem)
     c.assert_agreement(contenders)
     times = in_turns(contenders, problem, 50, copy=None, until="returned")

@@ -1,19 +1,19 @@
 """Claim: a second start with a cached plan takes at most 3 s more than torch's own warm start of the same step.
 
-    python -m pytest benchmarks/warm_start.py -s --benchmark-json=benchmarks/results/warm_start.json
+    pytest benchmarks/warm_start.py -s --full
 
-The six jobs of benchmarks/optimize.py. A first start of each fills the caches of flatout and of torch's compiler. Then
-starts in fresh processes take turns: ``optimize`` with the cached plan, and the first step of a loop in plain torch.
-The loop does by hand what the plan has decided: bf16, compilation of model and loss, channels_last, attention. Each
-side has its own caches on disk. Imports, data and the initialization of the model count for neither. The first step
-after ``optimize`` is listed, too. ``FLATOUT_BENCH_REPEATS=2`` takes two pairs instead of five, and
-``FLATOUT_BENCH_SHRINK=10`` a tenth of the budget.
+The benchmark runs the six jobs of benchmarks/optimize.py. A first start of each job fills the caches of flatout and of
+torch's compiler. Then starts in new processes take turns: ``optimize`` with the cached plan, and the first step of a
+loop in plain torch. This loop applies the plan's decisions by hand: bf16, compilation of model and loss, channels_last,
+and the attention kernel. Each side has separate caches on disk.
+
+The times do not include imports, data and the initialization of the model. The first step after ``optimize`` is listed
+separately.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import statistics
 import time
@@ -25,20 +25,22 @@ from typing import Any
 import pytest
 from support.loops import LONG, Flags, expert_step, model_and_optimizer, moved, tuned
 from support.observed_calls import observed
+from support.scale import scaled
 from support.training_jobs import JOBS
 from torch.utils.data import DataLoader
 
 from flatout.tuning import cached_plan
 
-REPEATS = int(os.environ.get("FLATOUT_BENCH_REPEATS", "5"))
-SHRINK = int(os.environ.get("FLATOUT_BENCH_SHRINK", "1"))
+REPEATS = scaled(5, 1)
+EXPECTED_STEPS = LONG // scaled(1, 100)
+"""Expected steps of the training, on which the budget depends."""
 
 MOST_SECONDS = 3.0
 """Goal for the seconds of ``optimize`` beyond torch's own warm start."""
 
 
 def start_flatout(name: str) -> dict[str, Any]:
-    """Return what the start of a job decided, and the seconds that it took.
+    """Return the decisions of a job's start, and its seconds.
 
     ``searched`` is True if no cached plan was used. ``tried`` names techniques that had a trial.
     """
@@ -46,7 +48,7 @@ def start_flatout(name: str) -> dict[str, Any]:
     job.model()  # imports its library
     with observed(cached_plan, "search") as searches:
         begun = time.perf_counter()
-        run, steps = tuned(job, expected_steps=LONG // SHRINK)
+        run, steps = tuned(job, expected_steps=EXPECTED_STEPS)
         took = time.perf_counter() - begun
     begun = time.perf_counter()
     next(steps)
@@ -60,7 +62,7 @@ def start_flatout(name: str) -> dict[str, Any]:
 
 
 def start_torch(name: str, decisions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the seconds of a first step in plain torch, compiled if the plan decides so."""
+    """Return the seconds of a first step in plain torch, which is compiled if the plan decides so."""
     job = JOBS[name]()
     flags = Flags(
         bf16=decisions.get("precision") == "bf16",
@@ -76,14 +78,14 @@ def start_torch(name: str, decisions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_fresh_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Return what a function of a module returns in a process that starts for it."""
+    """Return the result of a function of a module in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", scaled(list(JOBS), ["tabular"]))
 def test_second_start(name: str, benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times the second start; torch's takes turns with it and is in ``extra_info``."""
+    """Time the first start, then second starts of flatout and of torch in turns. ``extra_info`` has all times."""
 
     def flatout_start() -> dict[str, Any]:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code_of_flatout"))
@@ -94,14 +96,13 @@ def test_second_start(name: str, benchmark, tmp_path: Path, monkeypatch: pytest.
         return in_fresh_process(start_torch, name, first["decisions"])
 
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    first = flatout_start()
+    first = benchmark.pedantic(flatout_start, rounds=1)
     first_of_torch = torch_start()
     starts: dict[str, list[dict[str, Any]]] = {"flatout": [], "torch": []}
     order = random.Random(0)
     for _ in range(REPEATS):
         for side in order.sample(list(starts), len(starts)):
             starts[side].append(flatout_start() if side == "flatout" else torch_start())
-    benchmark.pedantic(flatout_start, rounds=1)
     seconds = {side: [each["seconds"] for each in found] for side, found in starts.items()}
     middle = {side: statistics.median(each) for side, each in seconds.items()}
     more = middle["flatout"] - middle["torch"]

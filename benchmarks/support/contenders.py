@@ -1,7 +1,8 @@
-"""Who takes part in benchmarks/update_path.py: one whole update each, from a scaled gradient to a stepped parameter.
+"""Contenders of benchmarks/update_path.py. Each runs whole updates, from a scaled gradient to a stepped parameter.
 
-An update is what stands between ``backward`` and ``zero_grad``: unscale, check for infinities, clip the global norm to
-1 (except in ``PLAIN``), AdamW, update the scale; through the calls that users write, at the flags that are fastest.
+An update consists of all operations between ``backward`` and ``zero_grad``: unscale, check for infinities, clip the
+global norm to 1 (except in ``PLAIN``), run AdamW, and update the scale. Each contender uses the calls that users write,
+with the fastest flags.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ LR = 1e-3
 SCALE = 1024.0
 MAX_NORM = 1.0
 NORM = 2.0
-"""Of the unscaled gradients: the clip halves them, as clips do that do something."""
+"""Norm of the unscaled gradients. The clip halves them, so that it has an effect."""
 
 
 @dataclass
 class Problem:
-    """Parameters and gradients of one size, the same for every contender."""
+    """Parameters and gradients of one size, which are equal for all contenders."""
 
     sizes: list[int]
     device: str
@@ -39,7 +40,7 @@ class Problem:
         return sum(self.sizes)
 
     def _values(self, seed: int, scale: float) -> list[Tensor]:
-        """Normal values that bfloat16 can hold, so that every dtype starts from the same numbers."""
+        """Return normal values that bfloat16 can represent, so that all dtypes start with equal numbers."""
         generator = torch.Generator(self.device).manual_seed(seed)
         made = (torch.randn(n, device=self.device, generator=generator).mul_(scale) for n in self.sizes)
         return [values.bfloat16().float() for values in made]
@@ -48,7 +49,7 @@ class Problem:
         return [torch.nn.Parameter(values.to(dtype)) for values in self._values(0, 0.02)]
 
     def fresh_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        """Scaled gradients, as ``backward`` leaves them after ``zero_grad``: other tensors than the last time."""
+        """Set scaled gradients, in other tensors than the last time, as a ``backward`` after ``zero_grad`` does."""
         dtype = params[0].dtype
         if dtype not in self.gradients:
             values = self._values(1, SCALE * NORM / self.total**0.5)
@@ -68,14 +69,14 @@ class Contender:
     params: list[torch.nn.Parameter]
     update: Callable[[], object]
     bytes_per_param: float | None
-    """DRAM traffic of one update, counted from its passes; None where nobody has counted."""
+    """DRAM traffic of one update, counted from its passes; None if unknown."""
     exact: bool = True
-    """Whether its results must be torch's."""
+    """True if the results must equal those of torch."""
 
 
 def _scaler(make: Any, device: str) -> Any:
     scaler = make(device, init_scale=SCALE, growth_interval=1 << 30)
-    scaler.scale(torch.zeros((), device=device))  # makes the scale's tensor
+    scaler.scale(torch.zeros((), device=device))  # creates the tensor of the scale
     return scaler
 
 
@@ -90,7 +91,7 @@ def _eager(optimizer: Any, params: list[Any], scaler: Any, clip: Callable[..., T
 
 
 def plain(optimizer: Any, make_scaler: Any, device: str, **options: float) -> Callable[[], None]:
-    """Unscale, check, step: nothing is clipped."""
+    """Return an update that unscales, checks and steps, without clipping."""
     scaler = _scaler(make_scaler, device)
 
     def update() -> None:
@@ -123,7 +124,7 @@ def flatout_lazy(optimizer: Any, device: str) -> Callable[[], None]:
 
 
 def torch_fused(problem: Problem) -> Contender:
-    """Unscale reads and writes g (8), the norm reads it (4), the clip reads and writes it (8), the step 28."""
+    """Make torch's fused AdamW: unscale reads and writes g (8 bytes), the norm reads g (4), the clip 8, the step 28."""
     params = problem.parameters(torch.float32)
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
     return Contender("torch fused", params, torch_eager(optimizer, params, problem.device), 48)
@@ -136,7 +137,7 @@ def torch_foreach(problem: Problem) -> Contender:
 
 
 def torch_fused_and_cast(problem: Problem) -> Contender:
-    """float32 weights, and the casts of all of them that autocast makes in every forward pass: 4 read, 2 written."""
+    """Make ``torch_fused`` with autocast's casts of all weights in a forward pass: 4 bytes read, 2 written."""
     contender = torch_fused(problem)
     step, contender.name, contender.bytes_per_param = contender.update, "torch fused + cast", 54
 
@@ -164,7 +165,7 @@ def flatout(
 
 
 def torch_fused_plain(problem: Problem) -> Contender:
-    """The check reads and writes g (8), the step reads p, g, m, v and writes them all (32)."""
+    """Make a fused AdamW without clip: the check reads and writes g (8), the step reads and writes p, g, m, v (32)."""
     params = problem.parameters(torch.float32)
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
     return Contender("torch fused", params, plain(optimizer, torch.amp.GradScaler, problem.device), 40)
@@ -179,11 +180,11 @@ def flatout_plain(name: str, bytes_per_param: float, **options: float) -> Callab
     return make
 
 
-# ---- the others, where they are installed ------------------------------------------------------------------
+# ---- other libraries, if they are installed ----------------------------------------------------------------
 
 
 class Missing(Exception):
-    """Why a contender does not take part."""
+    """Reason why a contender does not take part."""
 
 
 def peer(
@@ -201,7 +202,7 @@ def peer(
         try:
             params = problem.parameters(torch.float32)
             optimizer = make(library, params)
-        except Exception as error:  # whatever it is, it is theirs, and the others go on
+        except Exception as error:  # an error of the library must not stop the others
             raise Missing(f"{name}: {type(error).__name__}: {error}") from error
         return Contender(name, params, torch_eager(optimizer, params, problem.device), bytes_per_param, exact)
 
@@ -215,9 +216,9 @@ FP32 = [
     flatout("flatout lazy", 32),
     # One pass unscales, checks and measures (8), the clip reads and writes (8), the step 28.
     flatout("flatout eager", 44, lazy=False),
-    # The same with moments of a byte each; an absmax per 256 of them is not counted.
+    # The lazy update with moments of a byte each. The absmax of each 256 moments is not counted.
     flatout("flatout, 8-bit moments", 20, exact=False, moment_dtype=torch.uint8),
-    # torch's unscale and clip (20) before their steps; 8-bit moments are a byte each, read and written.
+    # torch's unscale and clip (20) precede the step. 8-bit moments are a byte each, read and written.
     peer("bitsandbytes AdamW32bit", "bitsandbytes.optim", lambda m, p: m.AdamW32bit(p, lr=LR), 48),
     peer("bitsandbytes AdamW8bit", "bitsandbytes.optim", lambda m, p: m.AdamW8bit(p, lr=LR), 36, exact=False),
     peer("torchao AdamW8bit", "torchao.optim", lambda m, p: m.AdamW8bit(p, lr=LR), 36, exact=False),
@@ -234,17 +235,17 @@ FP32 = [
 
 PLAIN = [
     torch_fused_plain,
-    # The check reads g (4), the step reads p, g, m, v and writes them all (32): p.grad is torch's afterwards.
+    # The check reads g (4), the step reads p, g, m, v and writes all four (32). p.grad then equals torch's.
     flatout_plain("flatout plain", 36),
-    # The same, but g is not written.
+    # As above, but without a write of g.
     flatout_plain("flatout lazy", 32, max_grad_norm=math.inf),
 ]
 
 BF16 = [
     torch_fused_and_cast,
-    # g read twice (4); master, m, v read and written (24); the parameter written (2).
+    # g is read twice (4), master, m, v are read and written (24), the parameter is written (2).
     flatout("flatout, float32 masters", 30, torch.bfloat16, master_weights="float32"),
-    # The same, but 4 bytes of parameter and remainder read and written instead of 4 + 4 + 2.
+    # As above, but 4 bytes of parameter and remainder are read and written instead of 4 + 4 + 2.
     flatout("flatout, remainder", 28, torch.bfloat16, master_weights="remainder"),
     flatout(
         "flatout, remainder, 8-bit moments",
@@ -260,7 +261,7 @@ BF16 = [
 
 
 def assemble(makers: list[Callable[[Problem], Contender]], problem: Problem) -> tuple[list[Contender], list[str]]:
-    """Those that can take part, warmed up, and why the others cannot."""
+    """Return the contenders that can take part, warmed up, and the reasons why the others cannot."""
     contenders, missing = [], []
     for make in makers:
         try:
@@ -285,12 +286,12 @@ def warm_up(contender: Contender, problem: Problem) -> None:
 
 
 def assert_agreement(contenders: list[Contender]) -> None:
-    """What is timed is right: after the same updates all have the parameters of the first."""
+    """Check that all exact contenders have the parameters of the first contender after the same updates."""
     first = contenders[0]
     for other in (c for c in contenders[1:] if c.exact):
         for i in (0, -1):
             p, q = first.params[i].detach()[:100_000], other.params[i].detach()[:100_000]
             tolerance = 1e-5 if q.dtype == torch.float32 else 2.0**-7
             message = f"{other.name} has other parameters than {first.name}"
-            # torch's norm of 32 million float32 numbers in one tensor is 0.2 % off, and with it the clipping.
+            # torch's norm of 32 million float32 numbers in one tensor has an error of 0.2 %, and so has its clip.
             torch.testing.assert_close(q.float(), p, rtol=tolerance, atol=1e-5, msg=lambda m, s=message: f"{s}: {m}")

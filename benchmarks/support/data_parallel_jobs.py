@@ -1,4 +1,4 @@
-"""The four jobs of benchmarks/data_parallel.py."""
+"""Four jobs of benchmarks/data_parallel.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Job:
-    """A training with cross-entropy.
+    """Training with cross-entropy.
 
     Attributes:
-        model: makes the model on the CPU, for a factor of its width.
+        model: makes the model on the CPU, with its width multiplied by a factor.
         batch: makes inputs and targets of two ranks' batches on the CPU, for the same factor.
     """
 
@@ -25,7 +25,7 @@ class Job:
 
 
 class Tagger(nn.Module):
-    """Transformer that names a class for each token."""
+    """Transformer that predicts a class for each token."""
 
     def __init__(self, width: int, tokens: int = 2000, length: int = 64) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def cnn(factor: int) -> nn.Module:
 
 
 def many_parameters(factor: int) -> nn.Module:
-    """Make a model of 402 small parameters."""
+    """Return a model of 402 small parameters."""
     wide = 32 * factor
     blocks = [nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, wide), nn.ReLU()) for _ in range(100)]
     return nn.Sequential(*blocks, nn.Linear(wide, CLASSES))

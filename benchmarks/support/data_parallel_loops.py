@@ -1,11 +1,12 @@
-"""The trainings of benchmarks/data_parallel.py, each as its library has people write it.
+"""Trainings of benchmarks/data_parallel.py, each as the library's documentation recommends.
 
-Each function gets a model on the device and the batches of all ranks together, of which flatout takes slices.
+Each function gets a model on the device, and the batches of all ranks together. flatout takes slices of these batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from flatout.techniques import REGISTRY, Measured
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], Tensor]
-"""Trains on a batch of this rank and returns a loss: that of this rank or of all."""
+"""Function that trains on a batch of this rank, and returns the loss of this rank or of all ranks."""
 
 LONG = 100_000
-"""Steps that a training worth optimizing takes."""
+"""Expected number of steps of a long training."""
 
 
 def flags_of(device: torch.device) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ddp(model: nn.Module, loader: Sequence[Batch]) -> Step:
-    """Plain torch."""
+    """Return a step of plain torch DDP."""
     device = loader[0][0].device
     wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **flags_of(device))
     optimizer = optimizer_of(model)
@@ -54,7 +55,7 @@ def ddp(model: nn.Module, loader: Sequence[Batch]) -> Step:
 
 
 def accelerated(model: nn.Module, loader: Sequence[Batch]) -> Step:
-    """Hugging Face accelerate."""
+    """Return a step of Hugging Face accelerate."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     engine = Accelerator(
@@ -66,7 +67,7 @@ def accelerated(model: nn.Module, loader: Sequence[Batch]) -> Step:
 
 
 def fabric(model: nn.Module, loader: Sequence[Batch]) -> Step:
-    """Lightning Fabric."""
+    """Return a step of Lightning Fabric."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
@@ -81,7 +82,7 @@ def fabric(model: nn.Module, loader: Sequence[Batch]) -> Step:
 
 
 def _by_engine(engine: Any, model: Any, optimizer: Any) -> Step:
-    """Both libraries have people write the same step."""
+    """Return the step that both libraries recommend."""
 
     def step(batch: Batch) -> Tensor:
         loss = cross_entropy(model(batch[0]), batch[1])
@@ -94,15 +95,20 @@ def _by_engine(engine: Any, model: Any, optimizer: Any) -> Step:
 
 
 def untuned(model: nn.Module, loader: Sequence[Batch]) -> Step:
-    """flatout with every measured technique off, so that only its data-parallel path differs."""
-    return _run(model, loader, budget=0, techniques={t.name: False for t in REGISTRY if isinstance(t, Measured)})
+    """Return a step of flatout with every measured technique off, so that only its data-parallel path differs."""
+    techniques = {t.name: False for t in REGISTRY if isinstance(t, Measured)}
+    return _run(model, loader, plan=None, budget=0, techniques=techniques).step
 
 
-def tuned(model: nn.Module, loader: Sequence[Batch], budget: float) -> Step:
-    """flatout with what it keeps."""
-    return _run(model, loader, budget=budget, expected_steps=LONG)
-
-
-def _run(model: nn.Module, loader: Sequence[Batch], **options: Any) -> Step:
-    run = flatout.optimize(model, loader, optimizer_of(model), cross_entropy, plan=None, parallel="ddp", **options)
+def tuned(model: nn.Module, loader: Sequence[Batch], plan: Path, budget: float) -> Step:
+    """Return a step of flatout with the techniques of a plan, which the first process group makes and saves."""
+    if plan.exists():
+        return _run(model, loader, plan=plan).step
+    run = _run(model, loader, plan=None, budget=budget, expected_steps=LONG)  # all ranks have read the folder by now
+    if dist.get_rank() == 0:
+        run.plan.save(plan)
     return run.step
+
+
+def _run(model: nn.Module, loader: Sequence[Batch], **options: Any) -> flatout.Run:
+    return flatout.optimize(model, loader, optimizer_of(model), cross_entropy, parallel="ddp", **options)

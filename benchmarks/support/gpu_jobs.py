@@ -1,4 +1,4 @@
-"""The jobs of benchmarks/optimize_gpu.py: what is trained, as data, at sizes for a GPU and, to see it run, a CPU."""
+"""Jobs of benchmarks/optimize_gpu.py and case_study.py, in sizes for a GPU, and in small sizes for a test on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from support.loops import DEVICE
+from support.scale import scaled
 from support.training_jobs import Images
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,17 +22,17 @@ from flatout.data import InMemoryLoader
 
 @dataclass(frozen=True)
 class GpuJob:
-    """A training job.
+    """Training job.
 
     Attributes:
-        name: what the benchmark calls it.
-        unit: what rates are told in: images, tokens.
-        units: of these in a sample.
+        name: name in the benchmark.
+        unit: unit of rates, such as images or tokens.
+        units: number of these units in a sample.
         batch_size: samples per step.
-        batches: makes the loader; what it yields is on the device already, but for the case study.
-        model: a freshly initialised model, on torch's default device.
-        optimizer: takes the parameters.
-        loss_fn: ``(output, target) -> scalar`` for pairs; None where the model's output carries ``loss``.
+        batches: makes the loader. Its batches are on the device already, except for the case study.
+        model: makes a newly initialized model, on torch's default device.
+        optimizer: makes the optimizer for the parameters.
+        loss_fn: ``(output, target) -> scalar`` for pairs; None if the model's output contains ``loss``.
     """
 
     name: str
@@ -44,15 +45,15 @@ class GpuJob:
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch on the model's device."""
+        """Return the loss of a batch on the model's device."""
         return model(**batch)["loss"] if self.loss_fn is None else self.loss_fn(model(batch[0]), batch[1])
 
     def rate(self, samples_per_second: float) -> str:
-        """In words."""
+        """Return the rate in units per second, as text."""
         return f"{samples_per_second * self.units:,.0f} {self.unit}/s"
 
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A model on the device, with the same weights each time, and its optimizer."""
+        """Return a model on the device, with the same weights in each call, and its optimizer."""
         torch.manual_seed(0)
         with DEVICE:
             model = self.model()
@@ -64,7 +65,7 @@ class GpuJob:
 
 @dataclass(frozen=True)
 class Transformer:
-    """A GPT and its batches."""
+    """Sizes of a GPT and of its batches."""
 
     layers: int
     heads: int
@@ -76,7 +77,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Convolutional:
-    """A ResNet of bottleneck blocks and its batches."""
+    """Sizes of a ResNet with bottleneck blocks and of its batches."""
 
     blocks: tuple[int, ...]
     width: int
@@ -86,15 +87,15 @@ class Convolutional:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is on one kind of device.
+    """Sizes of all jobs on one kind of device.
 
     Attributes:
-        perceptron: inputs, hidden features, batch size.
-        case_study: the batch size is that of the start.
-        workers: of the case study's loader.
-        gpt2: 124 million parameters.
-        wide: layers of a 7B model.
-        resnet50: as published.
+        perceptron: number of inputs, hidden features, and samples of a batch.
+        case_study: sizes with the starting batch size.
+        workers: workers of the case study's loader.
+        gpt2: sizes of the model of 124 million parameters on a GPU.
+        wide: sizes of layers of a 7B model on a GPU.
+        resnet50: the published sizes on a GPU.
     """
 
     perceptron: tuple[int, int, int]
@@ -116,7 +117,7 @@ SIZES = {
     ),
     "cpu": Sizes(
         perceptron=(64, 128, 32),
-        case_study=Transformer(1, 2, 32, 32, 1024, 4),
+        case_study=scaled(Transformer(4, 4, 128, 128, 4096, 8), Transformer(1, 2, 32, 32, 1024, 4)),
         workers=1,
         gpt2=Transformer(2, 2, 32, 32, 512, 4),
         wide=Transformer(1, 2, 64, 32, 256, 2),
@@ -143,14 +144,14 @@ class Gpt(nn.Module):
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Maps tokens and those that follow them, both [N, T], int64, to the mean cross-entropy."""
+        """Map tokens and the next tokens, both int64 [N, T], to the mean cross-entropy."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         scores = self.head(self.norm(self.blocks(x)))
         return {"loss": functional.cross_entropy(scores.flatten(0, 1), targets.flatten())}
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block of three convolutions; the middle one strides, as in torchvision."""
+    """ResNet's block of three convolutions. The middle one has the stride, as in torchvision."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -165,12 +166,12 @@ class Bottleneck(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [N, inputs, H, W] to [N, 4 width, H / stride, W / stride]."""
+        """Map [N, inputs, H, W] to [N, 4 width, H / stride, W / stride]."""
         return functional.relu(self.convolutions(x) + self.shortcut(x), inplace=True)
 
 
 def resnet(size: Convolutional, classes: int = 1000) -> nn.Sequential:
-    """ResNet-50 at its own size: 25,557,032 parameters, 4.1 billion multiply-adds for 224 x 224 pixels."""
+    """Return a ResNet. ResNet-50 has 25,557,032 parameters and 4.1 billion multiply-adds for 224 x 224 pixels."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, size.width, 7, 2, 3, bias=False), nn.BatchNorm2d(size.width), nn.ReLU(inplace=True),
         nn.MaxPool2d(3, 2, 1),
@@ -185,14 +186,14 @@ def resnet(size: Convolutional, classes: int = 1000) -> nn.Sequential:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of English text; each is cut into words, and these are looked up, when it is asked for."""
+    """Windows of English text. Each read splits a window into words, and looks up their numbers."""
 
     def __init__(self, context: int, vocabulary: int) -> None:
         self.context = context
         self.text = read_text().decode()
         known = dict.fromkeys(re.findall(r"\w+|\W", self.text))
         self.number = {word: i % vocabulary for i, word in enumerate(known)}
-        self.characters = 4 * (context + 1)  # words and what stands between them: 2.7 on average
+        self.characters = 4 * (context + 1)  # words and separators have 2.7 characters on average
         self.count = (len(self.text) - self.characters) // 512
 
     def __len__(self) -> int:
@@ -211,7 +212,7 @@ SIZE = SIZES[DEVICE.type]
 
 
 def seed_mlp() -> GpuJob:
-    """The multi-layer perceptron of a tutorial on GPU utilisation, trained on the one batch that it has."""
+    """Return the multi-layer perceptron of a tutorial on GPU utilization, which trains on a single batch."""
     features, hidden, batch_size = SIZE.perceptron
     x = torch.randn(batch_size, features, device=DEVICE)
     y = torch.randn(batch_size, features, device=DEVICE)
@@ -228,7 +229,7 @@ def seed_mlp() -> GpuJob:
 
 
 def case_study(batch_size: int) -> GpuJob:
-    """GPT-2 medium on text that is cut into words as it is read: the loader is the usual one, on the host."""
+    """Return GPT-2 medium on text that is split into words on each read, with a usual loader on the host."""
     size = SIZE.case_study
     windows = Windows(size.context, size.vocabulary)
     return GpuJob(
@@ -256,17 +257,17 @@ def _on_random_tokens(name: str, size: Transformer) -> GpuJob:
 
 
 def gpt2() -> GpuJob:
-    """GPT-2 of 124 million parameters, windows of 1024 tokens."""
+    """Return GPT-2 of 124 million parameters, with windows of 1024 tokens."""
     return _on_random_tokens("GPT-2 124M", SIZE.gpt2)
 
 
 def wide_gpt() -> GpuJob:
-    """As many of a 7B model's layers as AdamW leaves room for, with room for batches that fill the GPU."""
+    """Return layers of a 7B model, as many as fit in memory with AdamW and with batches that fill the GPU."""
     return _on_random_tokens(f"7B-width GPT, {SIZE.wide.layers} layers", SIZE.wide)
 
 
 def resnet50() -> GpuJob:
-    """ResNet-50 on byte images in device memory."""
+    """Return ResNet-50 on byte images in device memory."""
     size = SIZE.resnet50
     count = 8 * size.batch_size
     images = torch.randint(256, (count, 3, size.side, size.side), dtype=torch.uint8)

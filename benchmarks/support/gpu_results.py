@@ -1,4 +1,4 @@
-"""Goals and figures of benchmarks/optimize_gpu.py, printed for people and kept as JSON after every job."""
+"""Goals and figures of benchmarks/optimize_gpu.py, which are printed, and stored as JSON after every job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NAME = "optimize_gpu.json"
 
 @dataclass(frozen=True)
 class Goal:
-    """What was hoped for, and what came of it.
+    """Goal for a figure, with the measured value.
 
     Attributes:
-        what: the figure.
-        value: measured; None where it could not be.
+        what: name of the figure.
+        value: measured value; None if not measured.
         least: the goal.
-        percent: whether both are shares.
+        percent: True if value and goal are shares, to be printed in percent.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured."""
+        """True if the value reaches the goal; None if nothing was measured."""
         return None if self.value is None else self.value >= self.least
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class Goal:
 
 
 def say(title: str, lines: Sequence[str]) -> None:
-    """Prints what a person reads."""
+    """Print a title and lines."""
     print(f"\n{title}", *filter(None, lines), sep="\n  ", flush=True)
 
 
 def keep(name: str, figures: dict[str, Any], goals: Sequence[Goal]) -> dict[str, Any]:
-    """Writes a job's figures to the files; returns them with the goals among them."""
+    """Write a job's figures and goals to the files, and return the figures with the goals."""
     figures = figures | {"goals": [asdict(goal) | {"met": goal.met} for goal in goals]}
     for path in _paths():
         _write(path, name, figures)
@@ -58,13 +58,13 @@ def keep(name: str, figures: dict[str, Any], goals: Sequence[Goal]) -> dict[str,
 
 
 def _paths() -> list[Path]:
-    """In $OUT where that is set; beside the other results only what a GPU gave."""
+    """Return the files: one in $OUT if $OUT is set, and on a GPU one beside the other results."""
     paths = [Path(os.environ["OUT"]) / NAME] if os.environ.get("OUT") else []
     return [*paths, Path(__file__).parents[1] / "results" / NAME] if DEVICE.type == "cuda" else paths
 
 
 def _write(path: Path, name: str, figures: dict[str, Any]) -> None:
-    """In place of what the file has under that name."""
+    """Replace the figures of a job in a file."""
     known = json.loads(path.read_text()) if path.exists() else {}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     command = "python -m pytest benchmarks/optimize_gpu.py -s"

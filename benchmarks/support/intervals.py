@@ -12,10 +12,10 @@ from flatout.report.model import Gain
 
 
 def gain(rates: Rates, one: str, other: str) -> Gain:
-    """Return how many times as fast as ``other`` ``one`` is: the geometric mean over rounds, with its 95 % t interval.
+    """Return the speed of ``one`` relative to ``other``: the geometric mean over rounds, with its 95 % t interval.
 
     Raises:
-        statistics.StatisticsError: fewer than two rounds.
+        statistics.StatisticsError: there are fewer than two rounds.
     """
     logs = [math.log(a / b) for a, b in zip(rates[one], rates[other], strict=True)]
     mean = statistics.fmean(logs)

@@ -2,8 +2,8 @@
 
     python -m support.lane_process PIPE PARENT
 
-PIPE is the file descriptor of a connection, PARENT the process that asks for turns. No code of flatout takes part but
-what the loop itself imports.
+PIPE is the file descriptor of a connection. PARENT is the process that requests turns. The process runs no code of
+flatout except for code that the loop itself imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.timed_steps import TimedSteps
 
 
 def main(pipe: Connection, parent: int) -> None:
-    """Make a loop, warm it up, and train a turn for each number of seconds that arrives, until None does."""
+    """Make a loop, warm it up, and train a turn for each received number of seconds, until None is received."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     make, args = pipe.recv()
     steps, told = make(*args)
@@ -31,7 +31,7 @@ def main(pipe: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, however that happened."""
+    """End this process after its parent has ended or was killed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,6 +1,7 @@
-"""The loops of benchmarks/optimize.py: one job, trained as people write it, as experts do, and by three libraries.
+"""Loops of benchmarks/optimize.py: a naive loop, an expert's loop, and loops of three libraries.
 
-Each is a generator that trains a step and yields its samples. All have the same model, data, batch size and optimizer.
+Each loop is a generator that trains a step and yields its number of samples. All loops of a job have the same model,
+data, batch size and optimizer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import flatout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LONG = 100_000
-"""Steps that a training worth optimizing takes: compilation may pay."""
+"""Expected number of steps of a long training, in which compilation may pay."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What an expert chooses by hand, and would tell a library to use."""
+    """Flags that an expert chooses by hand, also for other libraries."""
 
     bf16: bool = False
     compile: bool = False
@@ -36,25 +37,25 @@ class Flags:
 
 
 def made(job: Job) -> nn.Module:
-    """The job's model on the device, with the same weights each time."""
+    """Return the job's model on the device, with the same weights in each call."""
     torch.manual_seed(0)
     return job.model().to(DEVICE)
 
 
 def size_of(batch: Any) -> int:
-    """Samples of a batch."""
+    """Return the number of samples of a batch."""
     return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch[0])
 
 
 def moved(batch: Any) -> Any:
-    """The batch on the device."""
+    """Return the batch on the device."""
     if isinstance(batch, dict):
         return {key: value.to(DEVICE) for key, value in batch.items()}
     return [part.to(DEVICE) for part in batch]
 
 
 def naive(job: Job) -> Iterator[int]:
-    """As first written: default loader, default optimizer, the loss read in every step."""
+    """Train with the default loader and the default optimizer, and read the loss in every step."""
     model = made(job)
     optimizer = job.optimizer(model.parameters(), lr=job.lr)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True)
@@ -71,9 +72,9 @@ def naive(job: Job) -> Iterator[int]:
 
 
 def expert(job: Job, flags: Flags) -> Iterator[int]:
-    """By hand, in plain torch: the data set as tensors on the device, drawn by index; fused optimizer; nothing read.
+    """Train by hand in plain torch, with data on the device and a fused optimizer, and without reading the loss.
 
-    What is compiled is model and loss in one.
+    Batches are drawn by index. Model and loss are compiled as one.
     """
     step = expert_step(job, flags, *model_and_optimizer(job, flags))
     columns = _columns(job)
@@ -89,7 +90,7 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
 
 
 def expert_step(job: Job, flags: Flags, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
-    """The expert's step: trains on a batch that is on the device."""
+    """Return the expert's step, which trains on a batch on the device."""
 
     def compute(batch: Any) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):
@@ -107,14 +108,14 @@ def expert_step(job: Job, flags: Flags, model: nn.Module, optimizer: torch.optim
 
 
 def _columns(job: Job) -> dict[Any, Tensor]:
-    """Every sample, made once and stacked, on the device."""
+    """Return all samples, read once and stacked, on the device."""
     samples = [job.dataset[i] for i in range(len(job.dataset))]  # type: ignore[arg-type]
     keys = samples[0].keys() if isinstance(samples[0], dict) else range(len(samples[0]))
     return {key: torch.stack([sample[key] for sample in samples]).to(DEVICE) for key in keys}
 
 
 def fabric(job: Job, flags: Flags, workers: int) -> Iterator[int]:
-    """Lightning Fabric with the flags that its documentation recommends and the expert found to pay."""
+    """Train with Lightning Fabric, with the recommended flags that helped the expert."""
     from lightning.fabric import Fabric
 
     engine = Fabric(accelerator=DEVICE.type, devices=1, precision="bf16-mixed" if flags.bf16 else "32-true")
@@ -125,11 +126,11 @@ def fabric(job: Job, flags: Flags, workers: int) -> Iterator[int]:
 
 
 def accelerated(job: Job, flags: Flags, workers: int) -> Iterator[int]:
-    """Hugging Face accelerate, likewise."""
+    """Train with Hugging Face accelerate, with the recommended flags that helped the expert."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are the process's, and jobs differ
+    AcceleratorState._reset_state(reset_partial_state=True)  # the settings belong to the process, and jobs differ
     engine = Accelerator(
         mixed_precision="bf16" if flags.bf16 else "no",
         cpu=DEVICE.type == "cpu",
@@ -141,7 +142,7 @@ def accelerated(job: Job, flags: Flags, workers: int) -> Iterator[int]:
 
 
 def _steps(job: Job, engine: Any, model: Any, optimizer: Any, loader: Any) -> Iterator[int]:
-    """What both libraries have people write."""
+    """Train with the step that both libraries recommend."""
     while True:
         for batch in loader:
             engine.backward(job.loss(model, batch))
@@ -151,8 +152,8 @@ def _steps(job: Job, engine: Any, model: Any, optimizer: Any, loader: Any) -> It
 
 
 def model_and_optimizer(job: Job, flags: Flags) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The job's model as the flags ask for it, and torch's fused optimizer."""
-    torch.compiler.config.cache_key_tag = str(flags)  # the caches on disk do not tell attention kernels apart
+    """Return the job's model according to the flags, and torch's fused optimizer."""
+    torch.compiler.config.cache_key_tag = str(flags)  # caches on disk do not distinguish attention kernels
     if flags.plain_attention:
         torch.backends.cuda.enable_flash_sdp(False)
     model = made(job)
@@ -169,11 +170,11 @@ def _loader(job: Job, workers: int) -> DataLoader[Any]:
 
 
 def tuned(job: Job, **options: Any) -> tuple[flatout.Run, Iterator[int]]:
-    """flatout, told no more than that the training is long.
+    """Return flatout's run and its steps. By default, flatout knows only that the training is long.
 
     Args:
-        job: what is trained.
-        options: of ``flatout.optimize``.
+        job: the job to train.
+        options: arguments of ``flatout.optimize``.
     """
     model = made(job)
     run = flatout.optimize(
@@ -191,9 +192,9 @@ class Tuning:
     """Result of flatout's tuning.
 
     Attributes:
-        kept: what is on.
-        seconds: what the tuning took.
-        folder: of the flatout that tuned.
+        kept: techniques that are on, as text.
+        seconds: duration of the tuning.
+        folder: folder of the flatout that tuned.
     """
 
     kept: str
@@ -202,10 +203,10 @@ class Tuning:
 
 
 def tuned_loop(name: str, budget: float) -> tuple[Iterator[int], Tuning]:
-    """flatout's steps, for a lane.
+    """Return flatout's steps and the result of the tuning, for a lane.
 
     Args:
-        name: of the job in ``JOBS``.
+        name: name of the job in ``JOBS``.
         budget: seconds that flatout may take to tune.
     """
     run, steps = tuned(JOBS[name](), budget=budget)
@@ -213,7 +214,7 @@ def tuned_loop(name: str, budget: float) -> tuple[Iterator[int], Tuning]:
 
 
 def steps_of(run: flatout.Run) -> Iterator[int]:
-    """As the README has people train."""
+    """Train as in the README."""
     while True:
         for batch in run.loader:
             run.step(batch)
@@ -221,5 +222,5 @@ def steps_of(run: flatout.Run) -> Iterator[int]:
 
 
 def kept_by(run: flatout.Run) -> str:
-    """Every technique that is on, and how."""
+    """Return all techniques that are on, with the chosen values, as text."""
     return ", ".join(f"{row.title} ({row.chosen})" for row in run.report.rows if row.status == "kept" and row.chosen)

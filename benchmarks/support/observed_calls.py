@@ -1,4 +1,4 @@
-"""Times of calls inside flatout, for figures that a report does not hold."""
+"""Times of calls inside flatout, for figures that a report does not contain."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unittest import mock
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function.
+    """Call of a function.
 
     Attributes:
         args: positional arguments.
-        begun: ``time.perf_counter()`` before it.
-        ended: ``time.perf_counter()`` after it, whether it returned or raised.
+        begun: ``time.perf_counter()`` before the call.
+        ended: ``time.perf_counter()`` after the call, even if the call raised an error.
     """
 
     args: tuple[Any, ...]
@@ -27,13 +27,13 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """Duration."""
+        """Duration of the call."""
         return self.ended - self.begun
 
 
 @contextmanager
 def observed(module: ModuleType, name: str) -> Iterator[list[Call]]:
-    """Yield a list that receives the calls of a module's function through that module, once they have ended.
+    """Yield a list that receives every ended call of a module's function through the module.
 
     Raises:
         AttributeError: the module has no such function.

@@ -1,10 +1,10 @@
 """Trainings of several libraries on all ranks of one process group, in turns.
 
-    torchrun --standalone --nproc-per-node=2 -m support.rank_process JOB FILE ROUNDS SECONDS BUDGET
+    torchrun --standalone --nproc-per-node=2 -m support.rank_process JOB FILE PLAN ROUNDS SECONDS BUDGET
 
-Rank 0 writes to FILE the samples per second of all ranks, round by round, and the last losses. A turn has the same
-number of steps for every training. It takes the time of its slowest rank. The order within a round is drawn by all
-ranks from the same seed. Backend flags and random numbers are each training's own.
+Rank 0 writes the samples per second of all ranks in each round, and the last losses, to FILE. A turn has the same
+number of steps for every training. The time of a turn is that of its slowest rank. All ranks draw the order within a
+round from the same seed. Each training has separate backend flags and random numbers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BATCHES = 8
 
 
 class Lane:
-    """A training on this rank.
+    """Training on this rank.
 
     Args:
-        step: trains on a batch.
-        batches: of this rank, on its device.
+        step: function that trains on a batch.
+        batches: batches of this rank, on its device.
     """
 
     def __init__(self, step: loops.Step, batches: list[loops.Batch]) -> None:
@@ -47,7 +47,7 @@ class Lane:
         self._taken = 0
 
     def train(self, steps: int) -> tuple[Tensor, float]:
-        """Train on all ranks; returns the last loss, a mean over the ranks, and the seconds of the slowest rank."""
+        """Train on all ranks, and return the last loss (mean over the ranks) and the seconds of the slowest rank."""
         self._state.restore()
         device = self._batches[0][0].device
         _wait(device)
@@ -70,7 +70,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def lanes_of(name: str, device: torch.device, budget: float) -> dict[str, Lane]:
+def lanes_of(name: str, device: torch.device, plan: Path, budget: float) -> dict[str, Lane]:
     """Make the trainings of a job, with equal weights and equal batches."""
     factor = 1 if device.type == "cpu" else 4
     torch.manual_seed(0)
@@ -83,13 +83,13 @@ def lanes_of(name: str, device: torch.device, budget: float) -> dict[str, Lane]:
         "accelerate": loops.accelerated,
         "Lightning Fabric": loops.fabric,
         "flatout": loops.untuned,
-        "flatout tuned": lambda model, loader: loops.tuned(model, loader, budget),
+        "flatout tuned": lambda model, loader: loops.tuned(model, loader, plan, budget),
     }
     return {lane: Lane(make(copy.deepcopy(model), whole), own) for lane, make in steps.items()}
 
 
 def assert_same(losses: dict[str, Tensor], tolerance: float) -> None:
-    """Check that trainings in float32 have done the same work. The tuned one may compute in 16 bits."""
+    """Check that all trainings have equal losses. The tuned training may compute in 16 bits."""
     for lane, loss in losses.items():
         allowed = 0.05 if lane == "flatout tuned" else tolerance
         torch.testing.assert_close(
@@ -97,18 +97,19 @@ def assert_same(losses: dict[str, Tensor], tolerance: float) -> None:
         )
 
 
-def main(name: str, file: Path, rounds: int, seconds: float, budget: float) -> None:
-    """Make the trainings, check them, and let them take turns of about so many seconds."""
+def main(name: str, file: Path, plan: Path, rounds: int, seconds: float, budget: float) -> None:
+    """Make the trainings, check them, and let them take turns of about ``seconds`` seconds."""
     on_gpu = torch.cuda.is_available()
     rank = int(dist.get_node_local_rank()) if on_gpu else 0
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    lanes = lanes_of(name, device, budget)
+    lanes = lanes_of(name, device, plan, budget)
     assert_same({lane: each.train(CHECKED)[0] for lane, each in lanes.items()}, 1e-5)
     paces = {lane: each.train(CHECKED)[1] / CHECKED for lane, each in lanes.items()}
-    steps = max(10, round(seconds / paces["torch DDP"]))  # the slowest rank's time: equal on all ranks
+    # The pace is that of the slowest rank, so all ranks take the same number of steps.
+    steps = max(10, round(seconds / paces["torch DDP"]))
     took: dict[str, list[float]] = {lane: [] for lane in lanes}
     order, losses = random.Random(0), {}
     for _ in range(rounds):
@@ -127,4 +128,4 @@ def main(name: str, file: Path, rounds: int, seconds: float, budget: float) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), float(sys.argv[6]))

@@ -1,4 +1,4 @@
-"""Runs that a long benchmark has finished, kept after each, so that another call continues."""
+"""Records of the finished runs of a long benchmark, so that another call continues."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class RunRecords:
-    """File of runs, in $OUT where that is set, else beside the other results. It keeps four digits after the point.
+    """File of runs, in $OUT if $OUT is set, else beside the other results. Numbers have four decimal places.
 
     Args:
-        name: of the file.
-        command: what measures the runs.
+        name: name of the file.
+        command: command that measures the runs.
     """
 
     def __init__(self, name: str, command: str) -> None:
@@ -32,7 +32,7 @@ class RunRecords:
         self._write(content | {"runs": [*content["runs"], run]})
 
     def common(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return a value that all runs share, made for the first."""
+        """Return a value that all runs share. The first run makes the value."""
         content = self._read()
         if name not in content:
             content = {name: make(), **content}
@@ -45,7 +45,7 @@ class RunRecords:
         return json.loads(self._path.read_text(encoding="utf-8"))
 
     def _write(self, content: dict[str, Any]) -> None:
-        """Replace the file at once, so that a killed process leaves the old one."""
+        """Replace the file atomically, so that a killed process leaves the old file."""
         rounded = json.loads(json.dumps(content), parse_float=lambda digits: round(float(digits), 4))
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")

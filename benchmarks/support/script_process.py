@@ -1,10 +1,10 @@
-"""A script as a process that notes when its updates ended, by ``python`` or by ``flatout run``.
+"""Process that runs a script with ``python`` or ``flatout run``, and records the end of each update.
 
     python -m support.script_process FOLDER SECONDS python train.py --steps 1000
     python -m support.script_process FOLDER SECONDS flatout run train.py --steps 1000
 
-The file FOLDER/ready appears ``SECONDS`` after the first update. Tuning ends at this moment. On SIGUSR2 the process
-writes FOLDER/seen.json and ends.
+The process creates the file FOLDER/ready ``SECONDS`` after the first update. Tuning ends at this moment. On SIGUSR2 the
+process writes FOLDER/seen.json and ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class _Over(Allowance):
 
 
 class Watch:
-    """Notes the updates of the first optimizer that steps, and the first verified gain.
+    """Recorder of the updates of the first optimizer that steps, and of the first verified gain.
 
     Args:
-        folder: of the files.
-        seconds: time of tuning.
+        folder: folder of the files.
+        seconds: duration of the tuning.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -68,7 +68,7 @@ class Watch:
         return self._engines[-1]
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note an update."""
+        """Record the end of an update."""
         self._optimizer = optimizer if self._optimizer is None else self._optimizer
         if optimizer is not self._optimizer:
             return
@@ -84,7 +84,7 @@ class Watch:
             (self._folder / "ready").touch()
 
     def finish(self, *_: object) -> None:
-        """Write everything and end the process."""
+        """Write the record and end the process."""
         modules = ScriptReport.of(self._engines[0]).modules if self._engines else ()
         seen = {
             "ends": self._ends,

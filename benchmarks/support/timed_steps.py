@@ -1,4 +1,4 @@
-"""Turns of a training loop, timed."""
+"""Timed turns of a training loop."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ import torch
 WARM_UP_SECONDS = 0.5
 
 LEAD = 10
-"""Timed steps for each untimed step before them."""
+"""Number of timed steps for which one untimed step warms up."""
 
 
 class TimedSteps:
-    """A training loop that runs in turns.
+    """Training loop that runs in turns.
 
-    A turn is a number of steps, not of seconds: the host may be a thousand steps ahead of the device. A tenth as many
-    steps run before it, untimed. They fill the processor's caches, and empty the queues that filled meanwhile.
+    A turn is a number of steps and not of seconds, because the host may be a thousand steps ahead of the device. Before
+    a turn, a tenth as many steps run untimed. They fill the processor's caches, and empty queues that were filled
+    between the turns.
 
-    No code of flatout takes part, so that the flatout of any commit can be timed.
+    This class uses no code of flatout, so that it can time the flatout of any commit.
 
     Args:
-        steps: trains a step and yields its samples.
+        steps: generator that trains a step and yields its number of samples.
     """
 
     def __init__(self, steps: Iterator[int]) -> None:
         self._steps = steps
         self._steps_per_second: float | None = None
 
-    def warm_up(self) -> None:
-        """Train until the pace is known."""
+    def warm_up(self, seconds: float = WARM_UP_SECONDS) -> None:
+        """Train for at least ``seconds`` seconds, until the pace is known."""
         self._train(1)
         steps = 1
         while True:
             _, took = self._train(steps)
-            if took > WARM_UP_SECONDS:
+            if took > seconds:
                 break
             steps *= 2
         self._steps_per_second = steps / took
 
     def turn(self, seconds: float) -> float:
-        """Train for about so long, in the first turn after warming up; returns samples per second."""
+        """Train for about ``seconds`` seconds, after a warm-up in the first turn, and return the samples per second."""
         if self._steps_per_second is None:
-            self.warm_up()
+            self.warm_up(min(WARM_UP_SECONDS, 2 * seconds))
         assert self._steps_per_second is not None
         steps = max(1, round(seconds * self._steps_per_second))
         self._train(steps // LEAD)
@@ -52,7 +53,7 @@ class TimedSteps:
         return samples / took
 
     def close(self) -> None:
-        """End the loop, and with it its workers."""
+        """End the loop and its workers."""
         self._steps.close()  # type: ignore[attr-defined]
 
     def _train(self, steps: int) -> tuple[int, float]:

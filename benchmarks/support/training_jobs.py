@@ -1,4 +1,4 @@
-"""The six jobs of benchmarks/optimize.py: what is trained, as data."""
+"""Six jobs of benchmarks/optimize.py."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from flatout.cli.demo_jobs import digits, gpt
 
 @dataclass(frozen=True)
 class Job:
-    """A training job.
+    """Training job.
 
     Attributes:
-        name: what the benchmark calls it.
-        dataset: map-style, in memory; samples are pairs or mappings of tensors.
+        name: name in the benchmark.
+        dataset: map-style dataset in memory. Its samples are pairs or mappings of tensors.
         batch_size: samples per step.
-        model: a freshly initialised model on the CPU.
-        loss: ``(model, batch) -> scalar``.
-        optimizer: torch's class.
-        lr: its learning rate.
-        loss_fn: ``(output, target) -> scalar`` for pairs; None where the model's output carries ``.loss``.
-        attends: whether the model has attention, for which there are several kernels.
+        model: makes a newly initialized model on the CPU.
+        optimizer: class of the optimizer in torch.
+        lr: learning rate.
+        loss_fn: ``(output, target) -> scalar`` for pairs; None if the model's output has ``.loss``.
+        attends: True if the model has attention, for which there are several kernels.
     """
 
     name: str
@@ -40,19 +39,19 @@ class Job:
     attends: bool = False
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch on the model's device."""
+        """Return the loss of a batch on the model's device."""
         return model(**batch).loss if self.loss_fn is None else self.loss_fn(model(batch[0]), batch[1])
 
 
 class Images(nn.Module):
-    """A net for bytes: scales them to [0, 1] first."""
+    """Net for byte images, which scales bytes to [0, 1] first."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, images: Tensor) -> Tensor:
-        """Maps [N, 3, H, W], uint8, to scores."""
+        """Map uint8 [N, 3, H, W] to scores."""
         return self.net(images.float() / 255)
 
 
@@ -72,7 +71,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 
 def seed_mlp() -> Job:
-    """The multi-layer perceptron of many a tutorial on GPU utilisation."""
+    """Return a multi-layer perceptron, as in many tutorials on GPU utilization."""
     x = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(0))
     y = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(1))
     layers = lambda: nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))  # noqa: E731
@@ -80,19 +79,19 @@ def seed_mlp() -> Job:
 
 
 def digits_cnn() -> Job:
-    """The demo's first job."""
+    """Return the first job of the demo."""
     job = digits.build(digits.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
     return Job("digits CNN", job.train, job.training.batch_size, job.build_model)
 
 
 def byte_gpt() -> Job:
-    """The demo's second job."""
+    """Return the second job of the demo."""
     job = gpt.build(gpt.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
     return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn, attends=True)
 
 
 def resnet(samples: int = 2048, batch_size: int = 32) -> Job:
-    """ResNet-18 on 64 x 64 byte images in memory."""
+    """Return ResNet-18 on byte images of 64 x 64 pixels in memory."""
     from torchvision.models import resnet18
 
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +102,7 @@ def resnet(samples: int = 2048, batch_size: int = 32) -> Job:
 
 
 def bert_tiny() -> Job:
-    """BERT-tiny (2 layers, 128 features) as a classifier."""
+    """Return BERT-tiny (2 layers, 128 features) as a classifier."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -114,7 +113,7 @@ def bert_tiny() -> Job:
 
 
 def tabular() -> Job:
-    """A small perceptron on a table, where handing out rows is most of the work."""
+    """Return a small perceptron on a table. Loading the rows takes most of the time."""
     x = torch.randn(200_000, 64, generator=torch.Generator().manual_seed(0))
     y = (x[:, :8].sum(1) > 0).long()
     layers = lambda: nn.Sequential(  # noqa: E731

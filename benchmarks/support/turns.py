@@ -1,4 +1,4 @@
-"""Training loops that take turns, and what a GPU does while one of them runs alone."""
+"""Training loops that take turns, and the activity of a GPU while one loop runs alone."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ from flatout.core.snapshot import Snapshot
 from flatout.monitor import GpuSample, Sample, Sampler
 
 SETTLING_SECONDS = 1.0
-"""NVML's utilisation is a mean over up to so long: samples before that tell of what ran before."""
+"""Longest window of NVML's utilization, in seconds. Earlier samples include the loop that ran before."""
 
 
 class Lane:
-    """A training loop whose backend flags and random numbers are its own: those at its making, then as it left them.
+    """Training loop with separate backend flags and random numbers.
+
+    The first turn begins with the state at the creation of the lane. Each later turn begins with the state at the end
+    of the last turn.
 
     Args:
-        name: what it is called.
-        steps: trains a step and yields its samples.
+        name: name of the loop.
+        steps: generator that trains a step and yields its number of samples.
     """
 
     def __init__(self, name: str, steps: Iterator[int]) -> None:
@@ -41,32 +44,33 @@ class Lane:
         self._state = Snapshot.capture([])
 
     def turn(self, seconds: float) -> float:
-        """As ``TimedSteps.turn``."""
+        """Take a turn. See ``TimedSteps.turn``."""
         self._state.restore()
         rate = self._timed.turn(seconds)
         self._state = Snapshot.capture([])
         return rate
 
     def close(self) -> None:
-        """End the loop, and with it its workers."""
+        """End the loop and its workers."""
         self._timed.close()
 
 
 class LaneApart:
-    """A lane in a process of its own, whose heap, threads and compiled code are its own as well.
+    """Lane in a separate process, with a separate heap, separate threads and separate compiled code.
 
-    Its compiler starts from an empty cache. The loop is warm when the lane is made.
+    The compiler starts with an empty cache. The loop is warm after the constructor.
 
     Args:
-        name: what it is called.
-        make: makes the steps, and something to tell of them; a function of a module.
-        args: what ``make`` is called with, in the process.
-        python: another interpreter, with a flatout of its own.
+        name: name of the loop.
+        make: makes the steps and facts about them. It must be a function of a module.
+        args: arguments of ``make``, which the process calls.
+        python: another interpreter, which may import another flatout.
         environment: variables for this process alone.
 
     Attributes:
-        told: what ``make`` had to tell.
-        setup_seconds: from the start of the process to the first timed step: imports, data, compilation, tuning.
+        told: the facts that ``make`` returned.
+        setup_seconds: time from the start of the process to the first timed step, with imports, data, compilation and
+            tuning.
     """
 
     def __init__(
@@ -94,12 +98,12 @@ class LaneApart:
         self.setup_seconds = time.perf_counter() - begun
 
     def turn(self, seconds: float) -> float:
-        """As ``TimedSteps.turn``."""
+        """Take a turn. See ``TimedSteps.turn``."""
         self._pipe.send(seconds)
         return self._pipe.recv()
 
     def close(self) -> None:
-        """End the loop, and with it the process."""
+        """End the loop and the process."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(None)
         self._process.wait()
@@ -110,7 +114,7 @@ Rates = dict[str, list[float]]
 
 
 def take_turns(lanes: Sequence[Lane | LaneApart], rounds: int, seconds: float) -> Rates:
-    """Samples per second of each, round by round, in an order drawn anew for each."""
+    """Return the samples per second of each lane in each round. Each round has a new random order."""
     rates: Rates = {lane.name: [] for lane in lanes}
     order = random.Random(0)
     for _ in range(rounds):
@@ -120,18 +124,18 @@ def take_turns(lanes: Sequence[Lane | LaneApart], rounds: int, seconds: float) -
 
 
 def fastest(rates: Rates) -> str:
-    """The lane with the highest median."""
+    """Return the name of the lane with the highest median rate."""
     return max(rates, key=lambda name: statistics.median(rates[name]))
 
 
 def ratio(rates: Rates, one: str, other: str) -> float:
-    """How many times as fast as ``other`` ``one`` is: the median over rounds, within each of which both ran."""
+    """Return the speed of ``one`` relative to ``other``: the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
 
 
 @contextlib.contextmanager
 def closing(lanes: Sequence[Lane | LaneApart]) -> Iterator[None]:
-    """Ends the lanes, and leaves the process as it was."""
+    """Close the lanes after the block, and restore the state of the process."""
     state = Snapshot.capture([])
     try:
         yield
@@ -143,22 +147,22 @@ def closing(lanes: Sequence[Lane | LaneApart]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a lane did while no other ran; medians of NVML's samples, None without a GPU.
+    """Figures of a lane that ran alone: medians of NVML's samples, or None without a GPU.
 
     Attributes:
-        samples_per_second: by the host's clock.
-        utilisation: 0..1, the time in which any kernel ran.
-        lowest_utilisation: of all samples.
-        tensor_active: 0..1, the time in which tensor cores worked.
-        power_watts: drawn.
-        sm_clock_mhz: of the SMs.
-        throttle: what held the clocks down at any time.
-        no_gpu: why there are none of these.
+        samples_per_second: rate by the host's clock.
+        utilization: share of the time in which any kernel ran, from 0 to 1.
+        lowest_utilization: lowest utilization of all samples.
+        tensor_active: share of the time in which tensor cores worked, from 0 to 1.
+        power_watts: power in watts.
+        sm_clock_mhz: clock of the SMs in MHz.
+        throttle: all reasons that reduced the clocks at any time.
+        no_gpu: reason why there are no samples of a GPU; None if there are.
     """
 
     samples_per_second: float
-    utilisation: float | None
-    lowest_utilisation: float | None
+    utilization: float | None
+    lowest_utilization: float | None
     tensor_active: float | None
     power_watts: float | None
     sm_clock_mhz: float | None
@@ -167,7 +171,7 @@ class Alone:
 
 
 def alone(lane: Lane, seconds: float) -> Alone:
-    """Runs a lane that is warm for about so long after a second, and watches the GPU meanwhile."""
+    """Run a warm lane for ``SETTLING_SECONDS`` and about ``seconds`` more, and observe the GPU in the latter part."""
     seen: list[Sample] = []
     with Sampler(seen.append, interval=0.2):
         begun = time.time()
@@ -179,8 +183,8 @@ def alone(lane: Lane, seconds: float) -> Alone:
     busy = _values(gpus, "util_percent", 0.01)
     return Alone(
         samples_per_second=rate,
-        utilisation=_median(busy),
-        lowest_utilisation=min(busy, default=None),
+        utilization=_median(busy),
+        lowest_utilization=min(busy, default=None),
         tensor_active=_median(_values(gpus, "tensor_active_percent", 0.01)),
         power_watts=_median(_values(gpus, "power_watts")),
         sm_clock_mhz=_median(_values(gpus, "sm_clock_mhz")),
