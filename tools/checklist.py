@@ -1,4 +1,4 @@
-"""Writes the README's checklist from the techniques' own docstrings: ``python tools/checklist.py README.md``."""
+"""Generator of the checklist from docstrings of techniques: ``python tools/checklist.py docs/techniques/index.md``."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from flatout.techniques import REGISTRY, Advice, Rule, Technique
 BEGIN, END = "<!-- checklist: written by tools/checklist.py -->\n", "<!-- /checklist -->"
 
 
-def table() -> str:
-    """The checklist in Markdown: the numbered rows, then their neighbours."""
-    rows = [(t.number, t.title, t.purpose, _decided_by(t), t.expected) for t in REGISTRY]
+def table(link: bool = False) -> str:
+    """Return the checklist in Markdown: the numbered rows, and then the additional techniques.
+
+    Args:
+        link: True if each title links to the page of the technique, which exists only in the built site.
+    """
     lines = ["| # | technique | what it does | decided by | usually |", "|---|---|---|---|---|"]
-    for number, *cells in sorted(rows, key=lambda row: row[0] or 1000):
-        lines.append(f"| {number or '+'} | {' | '.join(cells)} |")
+    for t in sorted(REGISTRY, key=lambda technique: technique.number or 1000):
+        title = f"[{t.title}]({t.name}.md)" if link else t.title
+        lines.append(f"| {t.number or '+'} | {title} | {t.purpose} | {decided_by(t)} | {t.expected} |")
     return "\n".join(lines) + "\n"
 
 
-def rewritten(text: str) -> str:
-    """The text with the table between its marks made anew."""
+def rewritten(text: str, link: bool = False) -> str:
+    """Return the text with a new table between its marks."""
     head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}{table()}{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}{table(link)}{END}{rest.split(END)[1]}"
 
 
-def _decided_by(technique: Technique) -> str:
+def decided_by(technique: Technique) -> str:
+    """Return how flatout decides on a technique, in a word or two."""
     if isinstance(technique, Advice):
         return "advice"
     if isinstance(technique, Rule):

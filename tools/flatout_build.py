@@ -1,8 +1,8 @@
-"""PEP 517 backend: scikit-build-core, plus torch as a build requirement only where none is installed.
+"""PEP 517 backend: scikit-build-core, with torch as a build requirement only if torch is not installed.
 
-A plain ``requires = ["torch"]`` would download the newest torch beside the user's under build isolation.
-The native core is built against LibTorch's stable ABI, so the headers of any torch >= 2.11 serve, and the
-one that the user already has is the cheapest.
+With build isolation, a plain ``requires = ["torch"]`` would download the newest torch, although the user has one. The
+native core is built against LibTorch's stable ABI. So the headers of any torch >= 2.11 are sufficient, and the user's
+own torch needs no download.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def _torch_requirement() -> list[str]:
-    """Ask for torch unless the interpreter that runs pip has one.
+    """Return a requirement of torch, unless the interpreter that runs pip has torch.
 
     ``-I`` drops the PYTHONPATH with which pip isolates a build, so the user's own packages are visible.
     """
@@ -44,10 +44,10 @@ def _torch_requirement() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Requirements of scikit-build-core, and torch where there is none."""
+    """Return the requirements of scikit-build-core, and torch if it is not installed."""
     return [*_backend.get_requires_for_build_wheel(config_settings), *_torch_requirement()]
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Requirements of scikit-build-core, and torch where there is none."""
+    """Return the requirements of scikit-build-core, and torch if it is not installed."""
     return [*_backend.get_requires_for_build_editable(config_settings), *_torch_requirement()]

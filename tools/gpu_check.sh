@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Builds flatout for the GPU of this machine and runs everything that needs one: tests, benchmarks,
-# compute-sanitizer, demo. Downloads nothing and installs nothing outside its build folder: packages are those of
-# $PYTHON and the wheels in $WHEELS. Ends in under nine minutes. Phases without time left are reported as skipped.
-# Run them by a second call with their names as PHASES. A phase that runs out of time keeps its results so far.
+# Builds flatout for the GPU of this machine and runs everything that requires a GPU: tests, benchmarks,
+# compute-sanitizer, demo. Downloads nothing, and installs nothing outside its build folder. Packages come from $PYTHON
+# and from the wheels in $WHEELS. Ends within nine minutes. Phases without time left are reported as skipped. A second
+# call with their names as PHASES runs them. A phase that runs out of time keeps its results so far.
 #
-#   OUT     where results.json, optimize_gpu.json, log.txt, tests.xml, benchmarks.png and demo.{json,html} go
+#   OUT     folder for results.json, optimize_gpu.json, log.txt, tests.xml, benchmarks.png and demo.{json,html}
 #                                                                            (default build/gpu-check)
 #   PHASES  phases in the order to run: build, tests, kernels, memcheck, racecheck, demo, or the name of a file in
 #           benchmarks. Without build, the others use an earlier build       (default: those of `phases` below)
 #   PYTHON  interpreter that has torch                                       (default python3)
-#   WHEELS  folder of wheels to install: packages that $PYTHON lacks         (default none)
-#   ARGS    passed on to pytest: ARGS="-k resnet50" with PHASES=optimize_gpu (default none)
+#   WHEELS  folder of wheels to install, for packages that $PYTHON lacks     (default none)
+#   ARGS    arguments of pytest, as in PHASES=optimize_gpu ARGS="-k resnet50" (default none)
 #   ARCHS   CMake CUDA architectures            (default 90a-real on sm_90, else the GPU's own)
-#   BUDGET  seconds for all of it                                            (default 510)
+#   BUDGET  seconds for all phases together                                  (default 510)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -23,19 +23,20 @@ out=$(cd "$OUT" && pwd)
 site=$root/build/gpu/site
 budget=${BUDGET:-510}
 logs=$root/build/gpu/logs
-work=$root/build/gpu/work  # outside the source folder, so that what runs is what was built
+work=$root/build/gpu/work  # outside the source folder, so that the built package runs
 mkdir -p "$logs" "$work"
 notes=$logs/phases.tsv
 
-# The most important first: what a first look at a GPU is for. Seconds that each may take at most.
-phases="build tests optimize_gpu update_path kernels memcheck data_path_gpu racecheck normalize_images counting_overhead demo data_parallel"
-declare -A limits=([wheels]=60 [build]=240 [tests]=180 [kernels]=150 [optimize_gpu]=330 [memcheck]=90 [racecheck]=60 [demo]=150
-  [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45 [data_parallel]=120)
+# Phases, the most important first, and the maximum of seconds for each.
+phases="build tests optimize_gpu update_path kernels memcheck data_path_gpu racecheck normalize_images counting_overhead case_study checklist demo data_parallel"
+declare -A limits=([wheels]=60 [build]=240 [tests]=180 [kernels]=150 [optimize_gpu]=260 [memcheck]=90 [racecheck]=60 [demo]=150
+  [update_path]=90 [data_path_gpu]=60 [normalize_images]=45 [counting_overhead]=45 [case_study]=110
+  [checklist]=120 [data_parallel]=120)
 
 seconds_left() { echo $((budget - SECONDS)); }
 
-# phase NAME LINES COMMAND...: runs it within its limit and the budget, logs to NAME.log, notes how it went, and
-# shows the last LINES of the log.
+# phase NAME LINES COMMAND...: runs the command within its limit and the budget, logs to NAME.log, records the exit
+# status, and shows the last LINES lines of the log.
 phase() {
   local name=$1 lines=$2 limit=${limits[$1]:-$budget} left begun=$SECONDS status
   shift 2
@@ -72,7 +73,7 @@ build() {
   cd "$work" && "$python" -c 'import flatout.native as n; print("CUDA kernels usable:", n.has_cuda_kernels())'
 }
 
-# `timeout` ends a phase with SIGTERM: pytest then writes what it has, as at Ctrl-C.
+# `timeout` ends a phase with SIGTERM. pytest then writes its results so far, as after Ctrl-C.
 interruptible='import signal, sys, pytest
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 sys.exit(pytest.main(sys.argv[1:]))'
@@ -89,14 +90,14 @@ kernels() {
   cmake --build "$root/build/gpu/cmake" --target device_kernels && "$root/build/gpu/cmake/device_kernels"
 }
 
-# Tests marked `sanitize` are small: under compute-sanitizer a kernel runs ten to a hundred times slower.
+# Tests marked `sanitize` are small, because kernels run ten to a hundred times slower under compute-sanitizer.
 sanitize() {
   local status
   if ! command -v compute-sanitizer >/dev/null; then
     echo "unsupported: no compute-sanitizer on the PATH"
     return 0
   fi
-  # torch's caching allocator would hide an access that is outside its tensor but inside the allocator's pool.
+  # torch's caching allocator would hide an access outside of a tensor but inside the allocator's pool.
   cd "$work" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 86 \
     --log-file "$logs/$1.report" "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" \
     -p no:cacheprovider -q -m sanitize "$root/tests/gpu"
@@ -113,8 +114,8 @@ demo() {
   cd "$work" && "$python" -m flatout demo --json "$out/demo.json" --html "$out/demo.html"
 }
 
-# `timeout` starts programs, so each phase is this script again with the phase's name. It outlives the SIGTERM that
-# ends the program in it, so that no phase begins beside the one before.
+# `timeout` can start only programs, so each phase is another call of this script. This call ignores the SIGTERM that
+# ends its program, so that the next phase does not begin before the program has ended.
 if [[ -n ${GPU_CHECK_PHASE:-} ]]; then
   trap : TERM
   "$@"
@@ -144,15 +145,15 @@ failed=0
 for name in $PHASES; do
   case $name in
     build) if [[ -n ${WHEELS:-} ]]; then phase wheels 3 wheels || failed=1; fi; phase build 3 build || { failed=1; break; } ;;
-    tests) # one that hangs shows where
+    tests) # a test that hangs prints its stack
       phase tests 12 run_pytest "$root/tests/gpu" --junitxml "$out/tests.xml" -o faulthandler_timeout=100 || failed=1 ;;
     kernels) phase kernels 3 kernels || failed=1 ;;
     memcheck | racecheck) phase "$name" 3 sanitize "$name" || failed=1 ;;
     demo) phase demo 3 demo || failed=1 ;;
-    *) # of files that have cases for both, those for the GPU
+    *) # only the GPU cases of files with cases for CPU and GPU
       only=()
       [[ $name =~ ^(update_path|normalize_images)$ ]] && only=(-k cuda)
-      phase "$name" 60 run_pytest "$root/benchmarks/$name.py" -s -q "${only[@]}" \
+      phase "$name" 60 run_pytest "$root/benchmarks/$name.py" -s -q --full "${only[@]}" \
         --benchmark-json "$logs/benchmark-$name.json" || failed=1 ;;
   esac
 done

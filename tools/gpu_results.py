@@ -1,4 +1,4 @@
-"""Sums up a GPU check: ``python tools/gpu_results.py OUT LOGS ARCHS`` writes results.json and a plot."""
+"""Summary of a GPU check: ``python tools/gpu_results.py OUT LOGS ARCHS`` writes results.json and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def output_of(*command: str, having: str = "") -> str:
-    """First line that ``command`` prints with ``having`` in it; empty where it cannot run."""
+    """Return the first line with ``having`` that ``command`` prints; empty if the command is not installed."""
     if shutil.which(command[0]) is None:
         return ""
     lines = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
@@ -22,7 +22,7 @@ def output_of(*command: str, having: str = "") -> str:
 
 
 def environment(archs: str) -> dict[str, str]:
-    """What a figure must be read with."""
+    """Return the facts about machine and versions that belong to every figure."""
     import torch
 
     nvcc = "/usr/local/cuda/bin/nvcc" if shutil.which("nvcc") is None else "nvcc"
@@ -40,7 +40,10 @@ def environment(archs: str) -> dict[str, str]:
 
 
 def phases(logs: Path) -> list[dict[str, Any]]:
-    """Each phase: name, status ("passed", "failed", "timed out", "skipped", "unsupported"), seconds."""
+    """Return the name, the status and the seconds of each phase.
+
+    The status is "passed", "failed", "timed out", "skipped" or "unsupported".
+    """
     found = []
     for line in (logs / "phases.tsv").read_text().splitlines():
         name, code, seconds = line.split("\t")
@@ -53,10 +56,10 @@ def phases(logs: Path) -> list[dict[str, Any]]:
 
 
 def test_counts(out: Path) -> dict[str, int]:
-    """Tests, failures, errors and skips of the GPU suite; empty when it did not run to its end."""
+    """Return the numbers of tests, failures, errors and skips of the GPU suite; empty if it did not finish."""
     try:
         suites = ElementTree.parse(out / "tests.xml").getroot().iter("testsuite")
-    except (OSError, ElementTree.ParseError):  # a run that was killed leaves half a file
+    except (OSError, ElementTree.ParseError):  # a killed run leaves an incomplete file
         return {}
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in suites:
@@ -66,7 +69,7 @@ def test_counts(out: Path) -> dict[str, int]:
 
 
 def benchmarks(logs: Path) -> list[dict[str, Any]]:
-    """Median, quartiles (seconds) and extra information of each benchmark."""
+    """Return the median and the quartiles in seconds, and the extra information, of each benchmark."""
     return [
         {
             "file": report.stem.removeprefix("benchmark-"),
@@ -84,7 +87,7 @@ def benchmarks(logs: Path) -> list[dict[str, Any]]:
 
 
 def _entries(report: Path) -> list[dict[str, Any]]:
-    """What pytest-benchmark wrote; nothing where it was killed meanwhile."""
+    """Return the entries of pytest-benchmark; empty if it was killed while it wrote them."""
     try:
         return json.loads(report.read_text())["benchmarks"]
     except json.JSONDecodeError:
@@ -92,7 +95,7 @@ def _entries(report: Path) -> list[dict[str, Any]]:
 
 
 def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Bars of the medians; nothing where matplotlib is missing."""
+    """Plot bars of the medians. Do nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -108,7 +111,7 @@ def plot(entries: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Writes ``results.json`` and, when there are benchmarks, ``benchmarks.png``."""
+    """Write ``results.json`` and, if there are benchmarks, ``benchmarks.png``."""
     out, logs, archs = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     entries = benchmarks(logs)
     results = {

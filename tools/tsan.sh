@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# tools/tsan.sh [thread|address,undefined] [prefetch|step_timer]: builds that part without CUDA under sanitizers and
-# stresses it with tests/native/<part>_stress.cpp.
+# tools/tsan.sh [thread|address,undefined] [prefetch|step_timer]: builds a part of the native core without CUDA, with
+# sanitizers, and runs the stress test tests/native/<part>_stress.cpp.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 sanitizer=${1:-thread}
 part=${2:-prefetch}
 program=build/stress-$part-${sanitizer//,/-}
-# Threads interleave as in earnest only at speed; the others see more of what was written, and compile in a third.
+# Threads interleave realistically only in optimized code. Without optimization, the other sanitizers see more of the
+# source, and compilation takes a third of the time.
 optimization=-O0
 [[ $sanitizer == thread ]] && optimization=-O1
 mkdir -p build
