@@ -54,15 +54,12 @@ class EventClock {
   }
 
   // Returns nullopt until the device has reached both events. The result is negative if events on different
-  // streams are reached in the other order.
+  // streams are reached in the other order. Queries the events first, because compute-sanitizer reports a time
+  // that is asked for too early as an error.
   std::optional<double> seconds(Instant from, Instant to) const {
+    if (!is_reached(from) || !is_reached(to)) return std::nullopt;
     float milliseconds = 0;
-    const cudaError_t status = cudaEventElapsedTime(&milliseconds, from, to);
-    if (status == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());
-      return std::nullopt;
-    }
-    check_cuda(status, "cudaEventElapsedTime");
+    check_cuda(cudaEventElapsedTime(&milliseconds, from, to), "cudaEventElapsedTime");
     return milliseconds * 1e-3;
   }
 
@@ -73,6 +70,16 @@ class EventClock {
   }
 
  private:
+  static bool is_reached(cudaEvent_t event) {
+    const cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check_cuda(status, "cudaEventQuery");
+    return true;
+  }
+
   cudaEvent_t create() {
     cudaEvent_t event = nullptr;
     check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ import flatout
 from flatout.techniques import REGISTRY, Measured
 from flatout.training.graphed_step import WARM_UP, GraphedStep
 from tests.gpu.trace import traced
-from tests.helpers import snapshot, trained_state
+from tests.helpers import run_script, snapshot, trained_state
 
 PLAIN: dict[str, Any] = {t.name: False for t in REGISTRY if isinstance(t, Measured)} | {"fused_optimizer": True}
 GRAPHED = PLAIN | {"cuda_graph": True}
@@ -273,8 +271,7 @@ assert torch.stack([again.step(batch) for batch in batches]).isfinite().all()
 assert whole_step(again).replays > before
 print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.endswith("went on\n"), done.stderr
+    assert run_script(script).stdout.endswith("went on\n")
 
 
 def test_what_is_loaded_in_the_middle_is_trained_from() -> None:

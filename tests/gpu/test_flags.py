@@ -10,12 +10,15 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
+from flatout.mfu.peaks import TF32_CAPABILITY
 from flatout.report.model import Row
 from flatout.techniques.cudnn_benchmark import BenchmarkCandidate
 from flatout.techniques.sdpa_backend import KERNELS, AttentionCandidate, _Attention
-from flatout.techniques.tf32 import TENSOR_CORES, Tf32Candidate
+from flatout.techniques.tf32 import Tf32Candidate
+from flatout.training.tolerance import compute_dtype
 from tests.gpu.trace import traced
 from tests.helpers import snapshot
+from tests.jobs import only
 
 OTHERS = {"compile": False, "precision": False, "fused_optimizer": False, "channels_last": False}
 
@@ -71,7 +74,7 @@ def test_a_shape_that_ran_before_is_searched_for_once() -> None:
 
 
 def test_products_are_rounded_while_tf32_is_on() -> None:
-    if torch.cuda.get_device_capability() < TENSOR_CORES:
+    if torch.cuda.get_device_capability() < TF32_CAPABILITY:
         pytest.skip("needs compute capability 8.0")
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
@@ -87,6 +90,34 @@ def test_products_are_rounded_while_tf32_is_on() -> None:
     switch.disable()
     errors.append(error())
     assert max(errors[0], errors[2]) < 1e-5 < errors[1] < 5e-3
+
+
+def test_convolutions_have_a_tf32_setting_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() < TF32_CAPABILITY:
+        pytest.skip("needs compute capability 8.0")
+    dense, model = nn.Linear(2, 2).cuda(), convolutional().cuda()
+    assert compute_dtype(dense) is torch.float32
+    assert compute_dtype(model) == "tf32"
+    batches = [(torch.randn(4, 3, 16, 16), torch.randint(0, 4, (4,)))]
+    run = flatout.optimize(
+        model, batches, torch.optim.SGD(model.parameters(), 0.01), functional.cross_entropy, budget=0
+    )
+    assert run.verdict.peak.endswith("in tf32")
+    run.undo()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert compute_dtype(model) is torch.float32
+
+
+def test_bf16_is_compared_with_the_masks_of_float32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, 4))
+    batches = [(torch.randn(32, 64), torch.randint(0, 4, (32,))) for _ in range(6)]
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    run = flatout.optimize(model, batches, opt, functional.cross_entropy, techniques=only("precision"), budget=20)
+    (trial,) = rows_of(run)["precision"].trials
+    run.undo()
+    assert trial.output_difference is not None
+    assert 0 < trial.output_difference < 0.05
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -129,7 +160,7 @@ def test_trials_leave_no_trace_and_undo_gives_everything_back(attending: bool) -
     rows = rows_of(run)
     assert rows["sdpa_backend"].status in (("kept", "rejected") if attending else ("not applicable",))
     assert rows["cudnn_benchmark"].status in (("not applicable",) if attending else ("kept", "rejected"))
-    assert rows["tf32"].trials or torch.cuda.get_device_capability() < TENSOR_CORES
+    assert rows["tf32"].trials or torch.cuda.get_device_capability() < TF32_CAPABILITY
     assert all(not trial.failure for row in rows.values() for trial in row.trials)
     for batch in run.loader:
         run.step(batch)

@@ -96,7 +96,8 @@ def test_a_loop_that_a_user_writes(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_fit_resumes_with_the_same_bits(precision: str, tmp_path: Path) -> None:
+def test_fit_resumes_with_the_same_bits(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     setup = Setup("convolutions", "adamw", precision, has_schedule=True)
     histories, states = [], []
     with nothing_left():

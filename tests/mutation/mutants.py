@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("mutants.jsonl")
 _STEPPER = ("stepper", "objective", "job_state", "micro_batches", "buffers", "recovery", "step_checkpoint")
 _GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
 _TRIALS = ("block", "timing", "noise", "sequence", "trial", "factorial", "combination_*", "statistics", "race")
-_DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "logical_order")
+_DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "same_draws")
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "optim": (60, ("optim/*.py", "core/gradients.py")),
     "amp": (30, ("amp/*.py",)),

@@ -197,7 +197,7 @@ def tuned(clock, mask="dropout", wrong=1.0, **options):
 
 
 @pytest.mark.parametrize("mask", ["dropout", "noise"])
-def test_masks_are_compared_in_logical_order(mask, clock):
+def test_both_memory_formats_draw_the_same_masks(mask, clock):
     row = tuned(clock, mask)
     assert row.status == "kept"
     assert "reseeded" in reasons(row)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,12 @@ from flatout.core.cache_folder import cache_folder, read_own, write_own
 
 Precision = torch.dtype | Literal["tf32"]
 """Precision of products, which is a dtype, or ``"tf32"`` for float32 operands on tensor cores."""
+
+Products = Literal["matmul", "conv", "rnn"]
+"""Kinds of products with a TF32 setting of their own in torch."""
+
+TF32_CAPABILITY = (8, 0)
+"""Compute capability from which tensor cores multiply in TF32 (Ampere)."""
 
 _TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
@@ -214,9 +220,20 @@ def measured_peak_flops(
     return known.get(key)
 
 
-def multiplies_in_tf32(place: torch.device) -> bool:
-    """Return True if the user's settings allow float32 products on tensor cores of the device."""
-    return place.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+def multiplies_in_tf32(place: torch.device, products: Products = "matmul") -> bool:
+    """Return True if tensor cores of the device multiply float32 numbers under the user's settings.
+
+    By default, torch allows this for cuDNN's convolutions and recurrent layers, and not for matrix products.
+
+    Args:
+        place: the device.
+        products: kind of the products.
+    """
+    if place.type != "cuda" or torch.cuda.get_device_capability(place) < TF32_CAPABILITY:
+        return False
+    settings: Any = torch.backends
+    holder = settings.cuda.matmul if products == "matmul" else getattr(settings.cudnn, products)
+    return holder.fp32_precision == "tf32"
 
 
 _SWEEP_SECONDS = 0.2

@@ -213,8 +213,8 @@ class StepTechnique(Measured):
             off, trials turn on both.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
-        reorders_memory: True if candidates change the order of activations in memory. torch draws random numbers in
-            that order. Trials draw in logical order (``tuning/logical_order.py``), so that the numbers are equal.
+        changes_activations: True if candidates change the memory format or the dtype of activations. The random numbers
+            that torch draws depend on both. Trials make them independent of both (``tuning/same_draws.py``).
         optimistic_gain: the largest gain to expect. A setup that would not pay even with this gain is not started.
     """
 
@@ -225,7 +225,7 @@ class StepTechnique(Measured):
     is_combinable: ClassVar[bool] = False
     requires: ClassVar[str] = ""
     alternative_to: ClassVar[str] = ""
-    reorders_memory: ClassVar[bool] = False
+    changes_activations: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
 
     @property

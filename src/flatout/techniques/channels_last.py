@@ -74,7 +74,7 @@ class ChannelsLast(StepTechnique):
     is_combinable = True
     reseeds = "dropout draws other masks of the same distribution"
     checks_evaluation = True
-    reorders_memory = True
+    changes_activations = True
 
     def effect_on(self, job: Job) -> Effect:
         """Return "reseeded" if a step draws random numbers, because torch draws them in the order of memory."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.core.instance_class import take_class_out
-from flatout.techniques.base import CompanionTechnique, NotApplicable
+from flatout.techniques.base import CompanionTechnique, Effect, NotApplicable
 from flatout.techniques.calls import comes_compiled
 from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_class
@@ -60,7 +60,9 @@ class Precision(CompanionTechnique):
     title = "mixed precision"
     expected = "up to 2×"
     rationale = "matrices are multiplied in 16-bit numbers; losses match fp32 within tolerance"
+    reseeds = "dropout can draw other masks of the same distribution"
     is_combinable = True
+    changes_activations = True
     values = f"True, {', '.join(map(repr, DTYPES))}"
     optimistic_gain = 4.0
     companions = ("sdpa_backend",)
@@ -77,6 +79,10 @@ class Precision(CompanionTechnique):
             raise NotApplicable("the model is a ScriptModule: its forward is compiled already")
         if getattr(type(job.spec.model).forward, "__script_unsupported", "").startswith("@autocast"):
             raise NotApplicable("the model's forward is decorated with autocast: it chooses its precision itself")
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "reseeded" if a step draws random numbers, because torch draws them in another way in 16 bits."""
+        return "reseeded" if job.objective.draws else self.effect
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return bf16, or fp16 on a GPU without bf16 units. fp16 requires ``run.step``, which has a loss scaler."""

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.process_flags import process_flag
+from flatout.mfu.peaks import TF32_CAPABILITY, multiplies_in_tf32
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
-
-TENSOR_CORES = (8, 0)
-"""Compute capability from which tensor cores multiply in TF32 (Ampere)."""
 
 
 @process_flag
@@ -118,14 +116,14 @@ class Tf32(StepTechnique):
         """Require a GPU with TF32 tensor cores, and float32 products."""
         if job.spec.device.type != "cuda":
             raise NotApplicable("training runs on the CPU, which has no TF32")
-        if torch.cuda.get_device_capability(job.spec.device) < TENSOR_CORES:
+        if torch.cuda.get_device_capability(job.spec.device) < TF32_CAPABILITY:
             raise NotApplicable("this GPU is older than Ampere: its tensor cores do not multiply float32")
         dtype = autocast_dtype(job.spec.model)
         if dtype is not None:
             raise NotApplicable(f"the model multiplies in {str(dtype).removeprefix('torch.')}, not in float32")
         if not any(p.dtype is torch.float32 for p in job.spec.model.parameters()):
             raise NotApplicable("the model has no float32 parameters, and so no float32 products to speed up")
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        if multiplies_in_tf32(job.spec.device):
             raise NotApplicable("TF32 is on already, and stays on")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
@@ -141,10 +139,7 @@ class Tf32(StepTechnique):
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if TF32 is already on, on a GPU that has it."""
-        on = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return (
-            on and job.spec.device.type == "cuda" and torch.cuda.get_device_capability(job.spec.device) >= TENSOR_CORES
-        )
+        return multiplies_in_tf32(job.spec.device)
 
 
 def _chosen_by_hand() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
-from flatout.mfu.peaks import measured_peak_flops, multiplies_in_tf32, peak_flops
+from flatout.mfu.peaks import Products, measured_peak_flops, multiplies_in_tf32, peak_flops
 from flatout.mfu.signatures import CountedWork
+from flatout.mfu.verdict import CONVOLUTIONAL, DENSE, RECURRENT, Family, family_of
 from flatout.training.autocast import autocast_dtype
 from flatout.training.objective import Objective
 from flatout.training.spec import Spec
+
+_PRODUCTS: Mapping[Family, Products] = {CONVOLUTIONAL: "conv", RECURRENT: "rnn"}
+"""Kind of most products, by family of models. The default is "matmul"."""
 
 
 def counted_work(objective: Objective) -> CountedWork:
@@ -41,11 +46,12 @@ def share_of_flops(work: CountedWork, module: str) -> float | None:
     return None
 
 
-def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
+def peak_of(spec: Spec, work: CountedWork, *, measure: bool) -> tuple[float | None, str]:
     """Return the peak in FLOP/s that MFU refers to, in the precision of the model's products, and its source.
 
     Args:
         spec: model and device.
+        work: counts of the job. The kind of products with most of the FLOPs decides which TF32 setting applies.
         measure: True to allow a measurement of one or two seconds if no data sheet has the peak.
     """
     real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
@@ -53,7 +59,8 @@ def peak_of(spec: Spec, *, measure: bool) -> tuple[float | None, str]:
     if spec.device.type != "cuda":
         peak = measured_peak_flops(spec.device, dtype, measure=measure)
         return peak, f"the fastest matrix product here in {_short(dtype)}"
-    tf32 = dtype is torch.float32 and multiplies_in_tf32(spec.device)
+    family = family_of(work.counts[0].by_op) if work.counts else DENSE
+    tf32 = dtype is torch.float32 and multiplies_in_tf32(spec.device, _PRODUCTS.get(family, "matmul"))
     peak = peak_flops(spec.device, "tf32" if tf32 else dtype)
     return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 

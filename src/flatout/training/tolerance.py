@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_of
-from flatout.mfu.peaks import multiplies_in_tf32
+from flatout.mfu.peaks import Products, multiplies_in_tf32
 from flatout.training.autocast import autocast_dtype
 
 FLOOR = 0.1
@@ -51,6 +52,9 @@ rounding errors more. For example, gradients of freshly initialized residual net
 by half a unit in the last place.
 """
 
+_CUDNN_LAYERS: Mapping[type[nn.Module], Products] = {_ConvNd: "conv", nn.RNNBase: "rnn"}
+"""Layers that multiply by cuDNN, which has TF32 settings of its own."""
+
 
 def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the largest relative difference of any tensor, ``|candidate - baseline| / |baseline|``, and its name.
@@ -81,8 +85,13 @@ def compute_dtype(model: nn.Module) -> torch.dtype | str:
     tensors = [p for p in model.parameters() if p.is_floating_point()]
     coarsest = max((p.dtype for p in tensors if p.dtype in ALLOWED), key=list(ALLOWED).index, default=torch.float32)
     dtype = autocast_dtype(model) or coarsest
-    cuda = next((p.device for p in tensors if p.device.type == "cuda"), None)
-    return "tf32" if dtype is torch.float32 and cuda is not None and multiplies_in_tf32(cuda) else dtype
+    if dtype is not torch.float32:
+        return dtype
+    cuda = next((p.device for p in tensors if p.device.type == "cuda"), torch.device("cpu"))
+    modules = list(model.modules())
+    products: list[Products] = ["matmul"]
+    products += [name for layer, name in _CUDNN_LAYERS.items() if any(isinstance(m, layer) for m in modules)]
+    return "tf32" if any(multiplies_in_tf32(cuda, name) for name in products) else dtype
 
 
 def floats_of(output: Any) -> list[Tensor]:

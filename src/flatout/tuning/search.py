@@ -217,9 +217,10 @@ def _peak_of(session: Session) -> float | None:
 
     Only rank 0 measures the peak of a CPU, because the ranks would disturb each other.
     """
-    spec, ranks = session.job.spec, session.job.spec.ranks
+    job, ranks = session.job, session.job.spec.ranks
     measures = ranks.rank == 0 and session.bench.budget.seconds > 0
-    own = peak_of(spec, measure=measures)[0] if ranks.rank == 0 or spec.device.type == "cuda" else None
+    has_own = ranks.rank == 0 or job.spec.device.type == "cuda"
+    own = peak_of(job.spec, job.work, measure=measures)[0] if has_own else None
     of_first = ranks.first(own)
     return of_first if own is None else own
 

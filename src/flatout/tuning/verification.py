@@ -23,8 +23,8 @@ from flatout.tuning.equivalence import (
     observe,
     updates_have_gradients,
 )
-from flatout.tuning.logical_order import LogicalOrder
 from flatout.tuning.noise import Pair
+from flatout.tuning.same_draws import SameDraws
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,23 @@ def verify(
     batches = job.data.batches[: job.spec.accumulate] if bench.is_long else job.data.batches
     updates = FEWEST_UPDATES if bench.is_long else UPDATES
     draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
-    in_order = draws_other_numbers and any(t.reorders_memory for t in techniques)
+    changes_activations = draws_other_numbers and any(t.changes_activations for t in techniques)
     bench.rewind()
     reads_updates = updates_have_gradients(job)
     with candidate:
         reads_updates = reads_updates and updates_have_gradients(job)
 
-    def seen(order: LogicalOrder | None = None, limit: float = math.inf) -> Observed:
-        with order or (LogicalOrder() if in_order else nullcontext()):
+    def seen(draws: SameDraws | None = None, limit: float = math.inf) -> Observed:
+        with draws or (SameDraws() if changes_activations else nullcontext()):
             return observe(
                 job, batches, evaluation=evaluation, updates=updates, reads_updates=reads_updates, limit=limit
             )
 
-    baseline = bench.baseline_results((evaluation, in_order, reads_updates), seen)
-    order = LogicalOrder() if in_order else None
+    baseline = bench.baseline_results((evaluation, changes_activations, reads_updates), seen)
+    draws = SameDraws() if changes_activations else None
     bench.rewind()
     with candidate:
-        observed = seen(order, limit)
+        observed = seen(draws, limit)
     pair = (baseline.blocks[-1], observed.blocks[-1]) if baseline.blocks else None
     if len(observed.blocks) < len(baseline.blocks):
         return Verification([], pair)
@@ -99,8 +99,8 @@ def verify(
         nudge(job.spec.model, observed.dtype)
         nudged = _largest(ranks, compare(baseline, seen()))
         found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
-    draws_in_order = order is not None and ranks.all_hold(order.drew)
-    if draws_other_numbers and not draws_in_order and any(d.fails for d in found):
+    drew_the_same = draws is not None and ranks.all_hold(draws.drew)
+    if draws_other_numbers and not drew_the_same and any(d.fails for d in found):
         bench.rewind()
         torch.manual_seed(torch.initial_seed() + 1)
         redrawn = _largest(ranks, compare(baseline, seen()))

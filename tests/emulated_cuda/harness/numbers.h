@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <concepts>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -12,6 +13,9 @@ namespace harness {
 
 using flatout::bf16;
 using flatout::f16;
+
+template <class T>
+concept Number = std::floating_point<T> || std::same_as<T, f16> || std::same_as<T, bf16>;
 
 inline double number_of(float value) { return value; }
 inline double number_of(double value) { return value; }
