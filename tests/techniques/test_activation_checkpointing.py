@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
+from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.tuning.size_trials import SizeTrials
 from flatout.tuning.step_memory import step_memory
 from tests.helpers import bits
@@ -237,3 +238,28 @@ def test_blocks_that_cannot_be_repeated_stay_as_they_are(clock):
     )
     assert run.report.row("activation_checkpointing").status == "rejected"
     assert run.micro_batch is not None
+
+
+def test_a_forward_that_fails_leaves_no_hooks_behind():
+    """torch 2.11 keeps the hooks of ``checkpoint`` as long as the error is alive."""
+
+    class Failing(Block):
+        fails = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.fails:
+                raise RuntimeError("no memory")
+            return y
+
+    model = nn.Sequential(*(Failing() for _ in range(3)))
+    (candidate,) = ActivationCheckpointing().candidates(job(model))
+    candidate.enable()
+    model[2].fails = True
+    with pytest.raises(RuntimeError, match="no memory") as error:
+        model(torch.randn(2, 8))
+    other = nn.Linear(8, 2)
+    other(torch.randn(2, 8)).sum().backward()
+    assert other.weight.grad is not None
+    candidate.disable()
+    assert error.value.__traceback__ is not None  # the error lives until here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,24 @@ def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return base.forward(self, *args, **kwargs)
-        return checkpoint(base.forward, self, *args, use_reentrant=False, **kwargs)
+        try:
+            return checkpoint(base.forward, self, *args, use_reentrant=False, **kwargs)
+        except BaseException as error:
+            _pop_hooks(error)
+            raise
 
     return instance_class(base, forward=forward)
+
+
+def _pop_hooks(error: BaseException) -> None:
+    """Remove the hooks on saved tensors that ``checkpoint`` has pushed in a forward that failed.
+
+    In torch 2.11, the hooks stay as long as the error keeps the frame of ``checkpoint`` alive, for example in a
+    notebook. They would break the backward of any other model.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            frame.clear()
 
 
 class ActivationCheckpointing(StepTechnique):
