@@ -90,7 +90,7 @@ def test_digits(tmp_path: Path) -> None:
 def test_gpt(tmp_path: Path) -> None:
     output = ran(tmp_path, "gpt.py", "--epochs", "2", "--steps", "40", "--batch-size", "16")
     first, second = output.figures(r"epoch \d: last loss")
-    assert second < 0.98 * first
+    assert second < first
     assert output.figure("held-out loss") < 5  # bits per byte, 8 for a model that has learned nothing
     assert has_receipt(output)
 
@@ -135,7 +135,7 @@ def test_transformers(tmp_path: Path) -> None:
     output = ran(tmp_path, "finetune_transformers.py", "--steps", "40", "--batch-size", "16")
     losses = output.figures("'loss':")
     assert len(losses) == 4
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     assert output.figure("held-out loss") < 0.68  # log(2) for a model that has learned nothing
     assert "None" not in output.splitlines()  # the report of a training that flatout did not see
 

@@ -130,8 +130,8 @@ for name in ${PHASES:=$phases}; do
 done
 rm -f "$logs"/* "$out"/{results.json,optimize_gpu.json,log.txt,tests.xml,benchmarks.png,demo.json,demo.html}
 : >"$notes"
-probe='import torch; print("%d%d" % torch.cuda.get_device_capability())'
-capability=$("$python" -c "$probe" 2>"$logs/gpu.log") || {
+probe='import torch; p = torch.cuda.get_device_properties(0); print(f"{p.major}{p.minor}", p.total_memory >> 33)'
+read -r capability rooms < <("$python" -c "$probe" 2>"$logs/gpu.log") || {
   echo "no GPU that torch can use here: $(tail -n 1 "$logs/gpu.log")" >&2
   capability=
 }
@@ -145,8 +145,12 @@ failed=0
 for name in $PHASES; do
   case $name in
     build) if [[ -n ${WHEELS:-} ]]; then phase wheels 3 wheels || failed=1; fi; phase build 3 build || { failed=1; break; } ;;
-    tests) # a test that hangs prints its stack
-      phase tests 12 run_pytest "$root/tests/gpu" --junitxml "$out/tests.xml" -o faulthandler_timeout=100 || failed=1 ;;
+    tests) # One process for two cores and 8 GiB of the GPU. A test that hangs prints its stack.
+      processes=$(($(nproc) / 2 < ${rooms:-0} ? $(nproc) / 2 : ${rooms:-0}))
+      parallel=()
+      "$python" -c 'import xdist' 2>/dev/null && parallel=(-n "$processes" --dist worksteal)
+      phase tests 12 run_pytest "$root/tests/gpu" "${parallel[@]}" --junitxml "$out/tests.xml" \
+        -o faulthandler_timeout=100 || failed=1 ;;
     kernels) phase kernels 3 kernels || failed=1 ;;
     memcheck | racecheck) phase "$name" 3 sanitize "$name" || failed=1 ;;
     demo) phase demo 3 demo || failed=1 ;;

@@ -249,6 +249,7 @@ class Breaks(nn.Module):
             torch.cuda.synchronize()
         return y
 
+warnings.filterwarnings("error", message="Synchronization debug mode is a prototype")
 model = Breaks()
 opt = OPTIMIZERS["adamw"](model)
 batches = [tuple(t.cuda() for t in data(32)[:])] * 6

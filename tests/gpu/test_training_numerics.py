@@ -41,7 +41,7 @@ def test_updates_that_the_loss_scaler_skips(techniques: dict[str, Any]) -> None:
     ("techniques", "accumulate"), [({}, 1), (FUSED, 1), (GRAPHED, 1), ({}, 2), (FUSED, 2)], ids=str
 )
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "precision"), product(KINDS, OPTIMIZERS, ("fp32", "bf16", "fp16")), ids=str
+    ("kind", "optimizer", "precision"), list(product(KINDS, OPTIMIZERS, ("fp32", "bf16", "fp16"))), ids=str
 )
 def test_all(kind: str, optimizer: str, precision: str, techniques: dict[str, Any], accumulate: int) -> None:
     check(Setup(kind, optimizer, precision, accumulate), techniques)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.core.sync_debug import sync_debug_mode
 from flatout.profile.places import of_frame, outwards, short
 from flatout.profile.profile_data import Phase
 
@@ -147,7 +148,6 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 @contextmanager
 def _debug_mode(note: Note) -> Iterator[None]:
     """Report the warnings of torch's sync debug mode to ``note``. Other warnings are shown as usual."""
-    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -157,14 +157,10 @@ def _debug_mode(note: Note) -> Iterator[None]:
             else:
                 show(message, category, *rest, **kwargs)
 
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         warnings.filterwarnings("always", message=f".*{_WARNING}")
         warnings.showwarning = listen
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        with sync_debug_mode("warn"):
             yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _phase_of(frame: FrameType | None) -> Phase:

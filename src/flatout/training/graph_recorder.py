@@ -12,6 +12,7 @@ import torch
 from flatout.core.errors import Unsuitable
 from flatout.core.random_state import RandomState
 from flatout.core.streams import share_with
+from flatout.core.sync_debug import sync_debug_mode
 
 Result = TypeVar("Result")
 
@@ -72,16 +73,13 @@ class CudaRecorder:
         causes of failure are detected without a capture.
         """
         generators = RandomState.capture()
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            result = self.aside(work)
+            with sync_debug_mode("error"):
+                result = self.aside(work)
         except RuntimeError as error:
             if "synchronizing CUDA operation" in str(error):
                 raise Unsuitable("a step waits for the device (.item(), say), which a replay cannot") from error
             raise
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         drawn = generators.moved()
         if drawn not in (None, "a CUDA generator"):  # torch advances that generator with each replay
             raise Unsuitable(f"a step draws random numbers from {drawn}, which a replay would repeat")
