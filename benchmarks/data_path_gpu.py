@@ -2,7 +2,7 @@
 
     pytest benchmarks/data_path_gpu.py -s --full
 
-This benchmark has not run yet, so no figure comes from it. Goals:
+This benchmark has run only beside other work, so no figure comes from it. Goals:
 
 - Copies reach 0.95 of the rate of copies from pinned memory alone.
 - Steps of a ResNet-50 wait for at most 1 % of the time. They reach 0.99 of the pace with one batch on the device.

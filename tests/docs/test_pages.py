@@ -211,5 +211,5 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_sources() -> None
 def test_the_readme_is_short_and_keeps_its_commands() -> None:
     readme = PAGES["README.md"]
     assert len(readme.splitlines()) <= 130
-    for needed in ("make demo", "make test", "accumulate=", "flatout run", "Not yet run on a GPU", "docs/receipt.svg"):
+    for needed in ("make demo", "make test", "accumulate=", "flatout run", "Run once on a GPU", "docs/receipt.svg"):
         assert needed in readme, needed
