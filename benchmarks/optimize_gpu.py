@@ -3,8 +3,9 @@
     make gpu-check PHASES="build optimize_gpu"      (one NVIDIA H200, 16 cores)
     pytest benchmarks/optimize_gpu.py -s --full      (if flatout is installed)
 
-The benchmark has run on a GPU only beside other work, so no figure comes from it. On a CPU, the sizes are small, and the
-run is only a test. Loops take turns in one process, each with separate backend flags. NVML is read while flatout's loop runs alone.
+The benchmark has run on a GPU only beside other work, so no figure comes from it. On a CPU, the sizes are small, and
+the run is only a test. Loops take turns in one process, each with separate backend flags. NVML is read while flatout's
+loop runs alone.
 
 MFU is that of ``run.stats``, relative to the data sheet's dense bf16 peak. It does not count masked pairs of causal
 attention. The additional "dense" MFU counts attention as published figures do. The tests assert nothing, and print a

@@ -54,8 +54,8 @@ class EventClock {
   }
 
   // Returns nullopt until the device has reached both events. The result is negative if events on different
-  // streams are reached in the other order. Queries the events first, because compute-sanitizer reports a time
-  // that is asked for too early as an error.
+  // streams are reached in the other order. Queries the events first, because compute-sanitizer reports a
+  // time that is asked for too early as an error.
   std::optional<double> seconds(Instant from, Instant to) const {
     if (!is_reached(from) || !is_reached(to)) return std::nullopt;
     float milliseconds = 0;
