@@ -102,6 +102,23 @@ def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
         assert 0 < allowance.spent < FIRST_SECONDS + SHARE * allowance.trained
 
 
+def test_slow_recorded_updates_delay_no_turn(clock: Clock) -> None:
+    """The estimate for the first turn comes from the updates after the recorded ones."""
+    passed = 0
+
+    def slow_at_first(module: nn.Module) -> None:
+        def delay(*_: object) -> None:
+            nonlocal passed
+            passed += 1
+            clock.advance(10.0 if passed <= 2 else 0.1)
+
+        module.register_forward_hook(delay)
+
+    with engine(techniques=only("fused_optimizer")) as running:
+        plain(UPDATES, slow_at_first)
+        assert running.tunings[0].spent
+
+
 def test_the_first_trial_is_of_what_promises_most(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading takes nine tenths of the time of this script."""
     tried: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
 import threading
 import time
 import weakref
@@ -35,6 +36,9 @@ MOST_MODULES = 4
 
 MOST_RECORDED = 10
 """Recorded updates per optimizer, of which two must have the same calls. An optimizer without two is not tuned."""
+
+USUAL_UPDATES = 3
+"""Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
 
 _log = logging.getLogger("flatout.autotune")
 
@@ -74,6 +78,7 @@ class Engine:
         self._is_in_hook = self._is_closed = False
         self._leader: weakref.ref[Optimizer] | None = None
         self._last_update, self._update_seconds = 0.0, 0.0
+        self._usual_seconds: list[float] = []
         self._recorded_steps = 0
         self._due = math.inf
         self._recorded: weakref.WeakKeyDictionary[Optimizer, RecordedUpdate | None] = weakref.WeakKeyDictionary()
@@ -108,6 +113,7 @@ class Engine:
 
     def _start_recording(self) -> None:
         self._recorder, self._recorded_steps = Recorder(self._note, self._give_up), 0
+        self._usual_seconds.clear()
         self._loaders.start_counting()
 
     def _stop_recording(self) -> None:
@@ -157,6 +163,8 @@ class Engine:
                 self._stop_recording()
         elif optimizer not in self._known:
             self._start_recording()
+        elif optimizer is self._leader() and len(self._usual_seconds) < USUAL_UPDATES:
+            self._note_usual_update()
         elif now >= self._due and threading.get_ident() == self._thread and not _is_busy():
             self._take_turn(optimizer)
 
@@ -207,6 +215,14 @@ class Engine:
                 self._fail(type(module).__name__, error)
         self.tunings += made
         return made
+
+    def _note_usual_update(self) -> None:
+        """Note the time of an update that was not recorded. The last of them corrects the costs of first turns."""
+        self._usual_seconds.append(self._update_seconds)
+        if len(self._usual_seconds) == USUAL_UPDATES:
+            for tuning in self.tunings:
+                tuning.expect(statistics.median(self._usual_seconds))
+            self._schedule()
 
     # Turns
 

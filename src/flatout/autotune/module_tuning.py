@@ -91,7 +91,7 @@ class ModuleTuning:
     ) -> None:
         self.name = type(module).__name__
         self._module = weakref.ref(module)
-        self.needs = max(FIRST_SECONDS, FIRST_UPDATES * update_seconds)
+        self.needs = _first_turn_seconds(update_seconds)
         self.spent = 0.0
         self.outcome: Outcome | None = None
         self._options = options
@@ -133,6 +133,11 @@ class ModuleTuning:
     def is_done(self) -> bool:
         """True if no turn is left."""
         return self.needs == math.inf
+
+    def expect(self, update_seconds: float) -> None:
+        """Estimate what a first turn needs, from the seconds of an update. Do nothing after the first turn."""
+        if self._baseline is None and not self.is_done:
+            self.needs = _first_turn_seconds(update_seconds)
 
     def turn(self, seconds: float) -> None:
         """Tune the undecided techniques for some seconds.
@@ -396,6 +401,10 @@ class ModuleTuning:
         each = LONG_SCREENING_UPDATES if bench.is_long else SCREENING_UPDATES
         once = LONG_BASELINE_UPDATES if bench.is_long else BASELINE_UPDATES
         return (once + factors * each) * bench.update_seconds + FEWEST_COMBINATIONS * 2 * bench.block_seconds
+
+
+def _first_turn_seconds(update_seconds: float) -> float:
+    return max(FIRST_SECONDS, FIRST_UPDATES * update_seconds)
 
 
 def _training_of(
