@@ -263,3 +263,15 @@ def test_a_forward_that_fails_leaves_no_hooks_behind():
     assert other.weight.grad is not None
     candidate.disable()
     assert error.value.__traceback__ is not None  # the error lives until here
+
+
+def test_the_blocks_are_compiled_in_one_graph():
+    model = blocks().eval()  # compiled code draws other dropout masks
+    x, y = batches()[0]
+    functional.cross_entropy(model(x), y).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with forced("activation_checkpointing", True, job(model)):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        functional.cross_entropy(compiled(x), y).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
