@@ -96,6 +96,16 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+bool is_reached(cudaEvent_t event) {
+  const cudaError_t error = cudaEventQuery(event);
+  if (error == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());
+    return false;
+  }
+  check_cuda(error, "cudaEventQuery");
+  return true;
+}
+
 bool driver_is_new_enough() {
   const auto [driver, runtime] = cuda_versions();
   return runtime != 0 && driver >= needed_driver(runtime);

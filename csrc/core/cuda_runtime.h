@@ -60,6 +60,9 @@ class DeviceGuard {
 // a blocking stream is captured, because no work may be queued on it then.
 bool is_capturing(cudaStream_t stream);
 
+// True if the device has done all work that the event follows.
+bool is_reached(cudaEvent_t event);
+
 // True if the driver runs this library's kernels. Drivers of one major version are compatible with each
 // other, but kernel arguments of more than 4 KiB require 12.1.
 bool driver_is_new_enough();

@@ -70,16 +70,6 @@ class EventClock {
   }
 
  private:
-  static bool is_reached(cudaEvent_t event) {
-    const cudaError_t status = cudaEventQuery(event);
-    if (status == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());
-      return false;
-    }
-    check_cuda(status, "cudaEventQuery");
-    return true;
-  }
-
   cudaEvent_t create() {
     cudaEvent_t event = nullptr;
     check_cuda(cudaEventCreateWithFlags(&event, cudaEventDefault), "cudaEventCreate");

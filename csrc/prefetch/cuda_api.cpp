@@ -106,13 +106,7 @@ void Event::record(Stream stream) {
 
 bool Event::done() const {
   const DeviceGuard guard(device_);
-  const cudaError_t status = cudaEventQuery(as_event(handle_));
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  check_cuda(status, "cudaEventQuery");
-  return true;
+  return is_reached(as_event(handle_));
 }
 
 void Event::synchronize() const {
