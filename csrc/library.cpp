@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flatout, m) {
-  // Every operator checks its arguments before it changes anything, and raises an error for a wrong argument.
-  // The checks cover dtypes, devices, lengths, layouts, shared memory and freed storage.
+  // Every operator raises an error for a wrong argument, before it writes to a tensor. The checks cover
+  // dtypes, devices, lengths, layouts, shared memory and freed storage.
   //
   // Reads gradients of one device and of any dtypes once. Returns three 0-dim tensors on this device:
   //   found_inf    float32: 1 if a gradient is inf or NaN, else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from support.gpu_jobs import GpuJob
-from support.loops import DEVICE, LONG, size_of
+from support.loops import DEVICE, LONG, naive_steps, size_of
 
 import flatout
 from flatout.core import formatting
@@ -19,18 +19,7 @@ ON_GPU = DEVICE.type == "cuda"
 
 def as_first_written(job: GpuJob) -> Iterator[int]:
     """Train in float32 with torch's defaults, and read the loss in every step."""
-    model, optimizer = job.made()
-    loader = job.batches()
-    total = 0.0
-    while True:
-        for batch in loader:
-            batch = to_device(batch, DEVICE)
-            optimizer.zero_grad()
-            loss = job.loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-            yield size_of(batch)
+    yield from naive_steps(job, *job.made(), job.batches())
 
 
 def amp(job: GpuJob) -> Iterator[int]:

@@ -59,6 +59,11 @@ def naive(job: Job) -> Iterator[int]:
     model = made(job)
     optimizer = job.optimizer(model.parameters(), lr=job.lr)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True)
+    yield from naive_steps(job, model, optimizer, loader)
+
+
+def naive_steps(job: Any, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> Iterator[int]:
+    """Train in float32 without an end, and read the loss in every step. Yield the samples of each step."""
     total = 0.0
     while True:
         for batch in loader:
@@ -90,7 +95,7 @@ def expert(job: Job, flags: Flags) -> Iterator[int]:
 
 
 def expert_step(job: Job, flags: Flags, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
-    """Return the expert's step, which trains on a batch on the device."""
+    """Return the step of the expert's loop. The step takes a batch that is already on the device."""
 
     def compute(batch: Any) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=flags.bf16):

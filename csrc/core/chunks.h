@@ -68,9 +68,9 @@ FLATOUT_HD Split split_chunk(const void* first, uint32_t element_size, uint32_t 
   return {head, (count - head) / width, count};
 }
 
-// Number of vectors that a thread loads before it stores the first one. A compiler cannot move a load before
-// a store. One vector at a time of few streams would be too few bytes in flight to saturate the memory
-// bandwidth.
+// Number of vectors that a thread loads from each stream before it stores the first one. With few streams, a
+// single vector per stream does not keep enough loads in flight for the full memory bandwidth. The compiler
+// cannot reorder this, because it may not move a load before a store.
 template <int Streams>
 inline constexpr int kBatch = Streams < 3 ? 4 / Streams : 1;
 

@@ -19,7 +19,8 @@ constexpr std::size_t staging_alignment = 256;
 constexpr std::size_t part_bytes = std::size_t{128} * 1024;
 // A smaller batch is gathered in less time than a thread takes to start, so next(iter(loader)) starts none.
 constexpr std::size_t worth_a_thread = std::size_t{1024} * 1024;
-// A batch of at least this many bytes leaves the caches before it is read.
+// Batches from this size on are written past the caches, because the caches would drop them before the reader
+// comes.
 constexpr std::size_t streamed_batch = std::size_t{8} * 1024 * 1024;
 
 std::vector<Slot> acquire(Ring& ring, const std::vector<Column>& columns, std::size_t count) {

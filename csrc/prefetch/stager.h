@@ -20,8 +20,8 @@ namespace flatout::prefetch {
 // only the memory of this tensor.
 struct Gathered {
   std::size_t bytes = 0;
-  // True if the thread that waits gathers the batch. For a small batch, this takes less time than the wake-up
-  // of another thread, whose core may be busy with the step.
+  // True if the waiting thread gathers the batch itself. For a small batch, it would take longer to wake
+  // another thread.
   bool left_to_waiter = false;
   std::vector<Slot> slots;  // filled when the ticket is done
   std::shared_ptr<Ticket> ticket;

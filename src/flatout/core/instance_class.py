@@ -57,7 +57,7 @@ class _Items:
 
 
 class _PickledClass:
-    """Descriptor for ``__class__`` of modules whose class was made by this file. A pickler gets the user's class."""
+    """Descriptor that hides flatout's class of a module from picklers, which get the user's class instead."""
 
     def __get__(self, module: nn.Module, owner: type[nn.Module]) -> type[nn.Module]:
         is_written = bool(_in_pickler) and (id(module), threading.get_ident()) in _in_pickler

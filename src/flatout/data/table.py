@@ -87,7 +87,7 @@ class Table:
 
     A pickle contains the memory as a pickle of ``SharedBytes`` does.
 
-    One process writes a row, once. A row cannot be read before it is complete.
+    Each row is written once, by one process. Other processes see a row only when it is complete.
 
     Args:
         layout: layout of every sample.

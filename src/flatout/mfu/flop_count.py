@@ -57,7 +57,7 @@ class FlopNode(Described):
         return node
 
     def __str__(self) -> str:
-        """Return an indented tree of the modules that compute, with total, share of the root, forward and backward."""
+        """Return a tree of all modules with FLOPs: total, share of the whole model, forward and backward."""
         rows = list(self._rows(0))
         width = max(len(name) for name, _ in rows)
         whole = max(self.total, 1)

@@ -45,7 +45,10 @@ _METHODS = {
     "__array__": "numpy",
     "__repr__": "print",
 }
-"""Tensor methods that copy to the host. A dispatch mode does not see the calls if the tensor is on the host already."""
+"""Tensor methods that copy to the host, with the name in a profile.
+
+Without a GPU the methods copy nothing, so a dispatch mode does not see the calls.
+"""
 Note = Callable[[str, "FrameType | None"], None]
 """Function that records a call, given the name that a profile shows and the frame that makes the call."""
 _UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}

@@ -157,7 +157,10 @@ class _Shapes:
         self._seen.add(shapes)
 
     def serve(self, shapes: tuple[tuple[int, ...], ...]) -> bool:
-        """Return True if code was compiled for these shapes. The sizes 0 and 1 never stand for other sizes."""
+        """Return True if the compiled code serves these shapes.
+
+        Code with a variable size serves all sizes except 0 and 1, for which torch compiles extra code.
+        """
         if shapes in self._seen:
             return True
         if len(self._seen) < 2:

@@ -53,7 +53,7 @@ by half a unit in the last place.
 """
 
 _CUDNN_LAYERS: Mapping[type[nn.Module], Products] = {_ConvNd: "conv", nn.RNNBase: "rnn"}
-"""Layers that multiply by cuDNN, which has TF32 settings of its own."""
+"""Layers that use cuDNN on a GPU, with the name of their TF32 setting in torch."""
 
 
 def apart(baseline: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[float, str]:

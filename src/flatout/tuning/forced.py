@@ -1,4 +1,4 @@
-"""Warm-up of a forced candidate, which shows if the candidate works."""
+"""First steps with a technique that the user has forced. They show whether the technique works."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Progress:
         line: the line; None shows nothing.
 
     Attributes:
-        budget: the budget to show; None before it is settled.
+        budget: the budget to show, or None until tuning has chosen one.
     """
 
     def __init__(self, line: LiveLine | None = None) -> None:

@@ -211,7 +211,7 @@ Stream* Runtime::next_ready() {
   return ready.empty() ? nullptr : ready[random() % ready.size()];
 }
 
-// A device begins an operation as soon as the operation is queued and all operations before it are done.
+// Returns the time at which an operation begins: it is queued, and all operations that it waits for are done.
 static Clock::time_point begin_of(const Operation& operation) {
   Clock::time_point begin = operation.queued;
   for (const CompletionPtr& one : operation.after) begin = std::max(begin, one->at);

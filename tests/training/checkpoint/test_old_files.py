@@ -12,8 +12,11 @@ from tests.golden.files import ARGUMENTS, resume
 FILES = Path(__file__).parent / "old_files"
 
 FROM_ROUNDING = {"body.0.bias", "body.1.running_mean"}
-"""Values that differ between processors. BatchNorm subtracts the mean, so a bias before it gets a gradient of rounding
-errors. Adaptive optimizers scale these errors to the size of any other step."""
+"""Values that differ between processors.
+
+BatchNorm cancels the bias before it. The gradient of this bias consists of rounding errors, which adaptive optimizers
+scale up to full updates.
+"""
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

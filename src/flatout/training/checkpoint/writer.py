@@ -13,7 +13,7 @@ from flatout.training.checkpoint.copies import HostCopies, mapped
 
 
 class Writer:
-    """Writer of one state at a time. A process completes its write before it exits."""
+    """Writer of checkpoints in a thread, one at a time. At exit, the process waits for the last write."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
