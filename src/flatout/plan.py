@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Plan(Described):
             "undecided": f"undecided: {', '.join(self.undecided)}" if self.undecided else "",
             "fingerprint": f"for {', '.join(self.fingerprint.values())}" if self.fingerprint else "",
         }
+
+    def without(self, *techniques: str) -> Plan:
+        """Return the same plan without decisions about some techniques."""
+        return replace(self, decisions={n: value for n, value in self.decisions.items() if n not in techniques})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

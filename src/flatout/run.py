@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatout import unpacked
 from flatout.core.batches import to_device
+from flatout.core.breaks import Breaks
 from flatout.core.described import Described
 from flatout.core.progress_setting import wants_progress
 from flatout.core.standard_error import say
@@ -70,6 +71,11 @@ def report_of(model: nn.Module) -> Report:
     return report
 
 
+def _current(report: Report, breaks: Breaks) -> Report:
+    """Return a report that shows which techniques training has reverted."""
+    return Report(report.summary.reverted(breaks.found)) if breaks.found else report
+
+
 class Run(Resumable, Described):
     """Tuned training job that ``flatout.optimize`` returns.
 
@@ -78,7 +84,6 @@ class Run(Resumable, Described):
         loader: yields batches that are already on the device.
         optimizer: the user's optimizer, the same object, or None if no optimizer was given.
         plan: the decisions, to save and apply again.
-        report: every row of the checklist, with its number and its reason.
         logs: values of :meth:`log`. Iterate over ``logs`` for ``(step, name, value)``, or register a callback with
             ``logs.listen``.
         steps: number of calls of :meth:`step`, including the calls before a loaded checkpoint.
@@ -98,15 +103,16 @@ class Run(Resumable, Described):
     ) -> None:
         self.model = job.spec.model
         self.optimizer = job.spec.optimizer
-        self.report = report
+        self._report = report
         self.logs = Logs()
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
         observers = [toggle.on_batch for toggle in toggles if isinstance(toggle, ObservingCandidate)]
+        breaks = job.breaks
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
         self._example = example
         self._recovery = None if job.why_no_step else Recovery(job.stepper)
         self._evaluation = Evaluation(job)
-        self._attachment = Attachment(tuple(toggles), lambda: report)
+        self._attachment = Attachment(tuple(toggles), lambda: _current(report, breaks))
         self._is_unpacked = False
         attach(job.spec.model, self._attachment)
 
@@ -126,6 +132,11 @@ class Run(Resumable, Described):
             "model": type(self.model).__name__,
             "stats": ", ".join(self.stats.window.told().values()),
         }
+
+    @property
+    def report(self) -> Report:
+        """Every row of the checklist, with its number and its reason."""
+        return _current(self._report, self._job.breaks)
 
     @property
     def scaler(self) -> Any:

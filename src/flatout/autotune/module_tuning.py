@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from flatout.data.loader_class import is_plain
 from flatout.optimize import summary_of
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
+from flatout.report.model import Summary
 from flatout.techniques import REGISTRY, Measured, NotApplicable, StepTechnique
 from flatout.training.attachments import Attachment, attach
 from flatout.tuning.bench import TRIAL_SECONDS
@@ -33,7 +35,7 @@ from flatout.tuning.cached_plan import keep, repeat
 from flatout.tuning.combination_stage import FEWEST_COMBINATIONS, decide_factors
 from flatout.tuning.ledger import Decision
 from flatout.tuning.plan_key import key_of
-from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning.plan_store import forget_decision, read_plan, write_plan
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.request import Request
 from flatout.tuning.search import Baseline, Outcome, conclude, measured_baseline, outcome_of
@@ -113,7 +115,8 @@ class ModuleTuning:
             is_recorded=True,
         )
         self._held: Session | None = Session(request, validate(request))
-        self._report: Report | None = None
+        self._breaks = self._held.job.breaks
+        self._summary: Summary | None = None
         self._baseline: Baseline | None = None
         self._result: RaceResult | None = None
         self._key: dict[str, str] = {}
@@ -187,7 +190,8 @@ class ModuleTuning:
 
     def end(self) -> None:
         """End the tuning, and release the module and its recorded calls. Kept techniques stay on."""
-        self._report = self.report
+        report = self.report
+        self._summary = None if report is None else report.summary
         self.drop()
 
     @property
@@ -199,15 +203,17 @@ class ModuleTuning:
     @property
     def report(self) -> Report | None:
         """Report of the decisions so far, or None before the first turn and if tuning has failed."""
-        if self._report is not None or self._held is None or self._baseline is None:
-            return self._report
+        if self._summary is not None:
+            return Report(self._summary.reverted(self._breaks.found))
+        if self._held is None or self._baseline is None:
+            return None
         ledger, outcome = self._session.ledger, self.outcome or Outcome(None, None, None, "wall", "", None)
         before, decided = ledger.decisions, {row.technique for row in ledger.rows}
         for technique in self._open:
             if technique.name not in decided:
                 ledger.add(Decision(technique.row("not tried", "the script ended before tuning came to it")))
         try:
-            return Report(summary_of(self._session, outcome, self.spent))
+            return Report(summary_of(self._session, outcome, self.spent).reverted(self._breaks.found))
         finally:
             ledger.reset(before)  # a later turn may try these techniques
 
@@ -223,6 +229,7 @@ class ModuleTuning:
         session, techniques = self._session, [t for t in REGISTRY if isinstance(t, Measured)]
         session.prepare()
         self._key = key_of(session)
+        self._breaks.forget = partial(forget_decision, self._key)
         session.bench.budget = budget
         self._open = [t for t in techniques if session.choices.of(t) is None]
         plan = read_plan(self._key) if self._options.plan == CACHED else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flatout.core import formatting
+from flatout.core.breaks import Break
 from flatout.core.described import Described
 
 Status = Literal["kept", "rejected", "not applicable", "not tried", "advice"]
@@ -295,6 +296,23 @@ class Summary(Described):
             "rows": f"{len(self.in_use)} of {len(self.rows)} in use",
             "device": self.environment.get("device", ""),
         }
+
+    def reverted(self, breaks: Sequence[Break]) -> Summary:
+        """Return the summary after training has contradicted assumptions of kept techniques.
+
+        These techniques are off, so the gain that was measured with them is left out.
+        """
+        if not breaks:
+            return self
+        reasons = {each.technique: f"it was reverted during the training: {each.reason}" for each in breaks}
+        rows = tuple(
+            replace(row, status="rejected", why=reasons[row.technique], chosen="") if row.technique in reasons else row
+            for row in self.rows
+        )
+        won = tuple(name for name in self.won if name not in reasons)
+        if won == self.won:
+            return replace(self, rows=rows)
+        return replace(self, rows=rows, won=won, gain=None, after=None)
 
     def epoch_seconds(self, pace: Pace) -> float | None:
         """Return the seconds of an epoch at a pace; None if unknown."""

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from flatout.core.errors import Unsuitable
+from flatout.guards import Guard
 from flatout.report.model import Row, Status
 from flatout.techniques.candidate import Candidate, LoaderCandidate
 
@@ -78,6 +79,7 @@ class Technique(ABC):
         expected: expected gain in speed from the literature, for the report. The source of numbered rows is the
             checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial). The docstring
             names any other source.
+        assumes: guards of the assumptions under which the technique does no harm.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Technique(ABC):
     goal: Goal = "speed"
     scope: Scope = "once"
     expected: str = ""
+    assumes: ClassVar[tuple[Guard, ...]] = ()
 
     @property
     def documentation(self) -> str:

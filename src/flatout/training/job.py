@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from flatout.core.batches import tensors_within
+from flatout.core.breaks import Breaks
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import Randomness, randomness_of
 from flatout.data.seeding import is_seeded
@@ -63,6 +64,7 @@ class Job:
         stepper: gradients and updates.
         work: function of a batch that returns its samples, tokens and FLOPs.
         failed: names of techniques whose candidates all failed.
+        breaks: assumptions of kept techniques that training has contradicted.
     """
 
     spec: Spec
@@ -71,6 +73,7 @@ class Job:
     stepper: Stepper = field(init=False)
     work: CountedWork = field(init=False)
     failed: set[str] = field(default_factory=set, init=False)
+    breaks: Breaks = field(default_factory=Breaks, init=False)
 
     @property
     def why_no_step(self) -> str:

@@ -30,6 +30,8 @@ class Objective:
             call ``loss``.
         writes_batches: True if forward or loss change tensors of their batch in place.
         draws: True if forward or loss draw random numbers, as dropout does.
+        draws_on_host: name of a generator of Python or NumPy from which forward or loss draw; empty if there is none.
+        python_state: what forward or loss change in Python, such as "attribute 'calls' of a Net"; empty if nothing.
         has_loss: False if only the user's own loop computes the loss. Trials then use ``stand_in``.
         plain: returns a context in which the model's calls average no gradients over ranks, as the user's calls do.
     """
@@ -37,6 +39,8 @@ class Objective:
     compiled: Callable[[Any], Tensor] | None = None
     writes_batches: bool = False
     draws: bool = False
+    draws_on_host: str = ""
+    python_state: str = ""
     has_loss: bool = True
     plain: Callable[[], AbstractContextManager[None]] = nullcontext
 

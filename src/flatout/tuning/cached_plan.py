@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flatout.core import formatting
@@ -19,9 +20,9 @@ from flatout.techniques import REGISTRY, LoaderTechnique, Measured, NotApplicabl
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Decision, Ground
-from flatout.tuning.lockstep import applies_on_all, failure_of
+from flatout.tuning.lockstep import failure_of
 from flatout.tuning.plan_key import key_of
-from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning.plan_store import forget_decision, read_plan, write_plan
 from flatout.tuning.progress import log
 from flatout.tuning.race import RaceResult, race_once
 from flatout.tuning.search import Baseline, Outcome, conclude, confirm, measured_baseline, search
@@ -51,6 +52,7 @@ def decide(session: Session) -> Outcome:
         outcome = _complete(session, plan, *repeated)
     if session.measures and ranks.rank == 0:
         write_plan(key, session.plan())
+        session.job.breaks.forget = partial(forget_decision, key)
     return outcome
 
 
@@ -135,8 +137,7 @@ def _apply(session: Session, plan: Plan) -> None:
             session.tuner.decide(technique)
             continue
         try:
-            with applies_on_all(ranks):
-                technique.check(session.job)
+            session.tuner.check(technique)
             if value is False:
                 ledger.add(Decision(technique.row("not tried", f"{SOURCE} does without it")))
             else:

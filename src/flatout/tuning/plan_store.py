@@ -61,6 +61,13 @@ def write_plan(key: Mapping[str, str], plan: Plan) -> None:
     _delete_least_used(path.parent)
 
 
+def forget_decision(key: Mapping[str, str], technique: str) -> None:
+    """Remove a technique from the plan of a key. Do nothing without such a plan."""
+    plan = read_plan(key)
+    if plan is not None and technique in plan.decisions:
+        write_plan(key, plan.without(technique))
+
+
 def _path(key: Mapping[str, str]) -> Path | None:
     folder = cache_folder()
     if folder is None:

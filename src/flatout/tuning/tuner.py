@@ -51,6 +51,7 @@ class Tuner:
     def __init__(self, bench: Bench, choices: Choices) -> None:
         self._bench = bench
         self._choices = choices
+        self._contradictions: dict[str, str] = {}
 
     def decide(self, technique: Measured) -> Row:
         """Decide one technique, and return its row. A kept candidate stays on.
@@ -80,7 +81,7 @@ class Tuner:
     def may_try(self, technique: Measured) -> bool:
         """Return True if the technique applies, no choice decides it, and there is no reason against a trial."""
         try:
-            self._check(technique)
+            self.check(technique)
         except (NotApplicable, Unsuitable):
             return False
         return self._choices.of(technique) is None and not self._why_not_try(technique)
@@ -127,7 +128,7 @@ class Tuner:
     def _decide(self, technique: Measured, choice: Any) -> Row:
         if choice is False:
             return self._not_tried(technique, f"{self._choices.chooser} does without it")
-        self._check(technique)
+        self.check(technique)
         if choice is not None:
             return self._force(technique, choice)
         reason = self._why_not_try(technique)
@@ -140,13 +141,33 @@ class Tuner:
         assert isinstance(technique, LoaderTechnique)
         return self._decide_loader(technique)
 
-    def _check(self, technique: Measured) -> None:
-        """Raise ``NotApplicable`` if the job cannot use a technique, or a choice turns off its required technique."""
+    def check(self, technique: Measured) -> None:
+        """Raise ``NotApplicable`` if the job cannot use a technique.
+
+        Other reasons are a contradicted assumption, and a choice that turns off the required technique.
+        """
         with applies_on_all(self._bench.ranks):
             technique.check(self._bench.job)
+        self._check_assumptions(technique)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
+
+    def _check_assumptions(self, technique: Measured) -> None:
+        """Raise ``NotApplicable`` if this job contradicts an assumption of a technique.
+
+        Each experiment runs once. Its result holds until the end of the tuning.
+        """
+        for guard in technique.assumes:
+            if guard.name not in self._contradictions:
+                bench = self._bench
+                with applies_on_all(bench.ranks):
+                    try:
+                        self._contradictions[guard.name] = guard.contradiction(bench.job)
+                    finally:
+                        bench.rewind()
+            if seen := self._contradictions[guard.name]:
+                raise NotApplicable(guard.reason(seen))
 
     def _required(self, technique: Measured) -> StepTechnique | None:
         """Return the technique that this one requires; None if the required one is on or none is required."""
