@@ -13,22 +13,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from tests.unseen import Unseen
+
 TICK = 2e-4
 """Seconds by which each reading advances a clock. Loops that poll the clock until a deadline therefore end."""
 
 
-class Clock:
-    """Replacement of ``time.perf_counter`` that each reading advances by a tick."""
+class Clock(Unseen):
+    """Replacement of ``time.perf_counter`` that each reading advances by a tick. Trials do not set the clock back."""
+
+    now: float
 
     def __init__(self, tick: float = TICK) -> None:
-        self.now = 0.0
-        self._tick = tick
-        self._ticked = 0.0
-        self._slept = 0.0
+        super().__init__(now=0.0, tick=tick, ticked=0.0, slept=0.0)
 
     def __call__(self) -> float:
-        self.now += self._tick
-        self._ticked += self._tick
+        self.now += self.tick
+        self.ticked += self.tick
         return self.now
 
     def advance(self, seconds: float) -> None:
@@ -38,15 +39,15 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """Advance the clock by the time of sleep."""
         self.now += seconds
-        self._slept += seconds
+        self.slept += seconds
 
     def process_seconds(self) -> float:
         """Return the CPU time: the time of all work. Sleep adds nothing."""
-        return self.now - self._slept
+        return self.now - self.slept
 
     def core_seconds(self) -> float:
         """Return the sum of all ticks, which stands for the work between readings. Sleep adds nothing."""
-        return self._ticked
+        return float(self.ticked)
 
     def slow_down(self, model: nn.Module, seconds: float = 1.0) -> None:
         """Advance the clock at each forward of the model."""

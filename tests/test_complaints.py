@@ -22,6 +22,7 @@ from tests.compiler import Compiler
 from tests.helpers import bits, snapshot, trained_state
 from tests.jobs import FORCED, QUICK, Net, make_data, make_job, only, train
 from tests.reasons import reasons
+from tests.unseen import Unseen
 
 CROSS_ENTROPY = functional.cross_entropy
 
@@ -314,18 +315,17 @@ def test_trials_keep_no_memory(clock: Clock) -> None:
 def test_candidates_really_train(clock: Clock) -> None:
     """Lightning #13696, #13851: the search counted trials that had not run a single training step."""
     model, loader, opt = make_job()
-    trained = 0
+    unseen = Unseen(trained=0)
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        nonlocal trained
-        trained += output.requires_grad
+        unseen.trained += output.requires_grad
         clock.advance(1.0)
         return functional.cross_entropy(output, target)
 
     run = flatout.optimize(model, loader, opt, loss_fn, techniques=QUICK | {"in_memory": False}, budget=1000)
     pairs = sum(trial.pairs for row in run.report.rows for trial in row.trials)
     assert pairs > 0
-    assert trained >= 2 * pairs
+    assert unseen.trained >= 2 * pairs
 
 
 def test_techniques_that_were_not_tried_have_a_reason(clock: Clock) -> None:

@@ -19,6 +19,7 @@ import flatout
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits, snapshot, trained_state
 from tests.jobs import FORCED, FORCED_IN_OWN_LOOP, OPTIMIZERS, QUICK, Net, make_data, make_job, train
+from tests.unseen import Unseen
 
 
 def each_pays(samples, active):
@@ -83,13 +84,12 @@ def test_parameters_outside_the_model_are_left_as_they_were(clock):
 def test_an_interrupt_in_the_middle_of_a_trial_leaves_no_trace(when, clock):
     """The interrupt comes in the third or tenth step, or in a candidate's first step."""
     model, loader, opt = make_job()
-    step, calls = TimedStep(clock).watch(model, opt), 0
+    step, unseen = TimedStep(clock).watch(model, opt), Unseen(calls=0)
     before = snapshot(model, opt)
 
     def interrupted(output, target):
-        nonlocal calls
-        calls += 1
-        if calls == when or when in step.active:
+        unseen.calls += 1
+        if unseen.calls == when or when in step.active:
             raise KeyboardInterrupt
         return step(output, target)
 

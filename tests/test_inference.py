@@ -14,6 +14,7 @@ from tests.clock import Clock
 from tests.helpers import snapshot
 from tests.jobs import Net, job_of, make_data, tried
 from tests.reasons import reasons
+from tests.unseen import Unseen
 
 LIGHT = {"compile": False, "workers": False, "cpu_threads": False}
 
@@ -48,17 +49,17 @@ def test_a_model_in_eval_mode_is_tuned_for_inference(loader: DataLoader) -> None
 
 
 def test_its_steps_are_only_forwards(loader: DataLoader) -> None:
-    seen: list[tuple[bool, bool, bool]] = []
+    unseen = Unseen(seen=[])
 
     class Watched(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            unseen.seen.append((self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
             return super().forward(x)
 
     model = Watched(8, 3).eval()
     tried(model, loader)
-    assert len(seen) > 2  # a check, a count of FLOPs, and a step of the forced technique
-    assert set(seen) == {(False, False, True)}
+    assert len(unseen.seen) > 2  # a check, a count of FLOPs, and a step of the forced technique
+    assert set(unseen.seen) == {(False, False, True)}
     assert model.weight.grad is None
     count = job_of(model, loader=loader, inference=True).work(next(iter(loader))).flops
     assert count.forward == 2 * 16 * 8 * 3
@@ -74,14 +75,14 @@ def test_compute_loss_says_what_inference_computes(loader: DataLoader, clock: Cl
             clock.advance(0.01 if torch.is_autocast_enabled("cpu") else 0.02)
             return super().forward(x)
 
-    calls = []
+    unseen = Unseen(calls=[])
 
     def code(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-        calls.append(len(batch[0]))
+        unseen.calls.append(len(batch[0]))
         return {"code": model.encode(batch[0])}
 
     run = flatout.optimize(Encoder(8, 3).eval(), loader, compute_loss=code, techniques=LIGHT, budget=20)
-    assert set(calls) == {16}
+    assert set(unseen.calls) == {16}
     assert run.report.row("precision").status == "kept"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
+from flatout.core.effects import Unrepeatable
 from flatout.core.reproducible import seed_all
 from flatout.distributed.agreement import OwnError
 from flatout.keywords import explains_keywords
@@ -24,8 +25,9 @@ from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.cached_plan import decide
+from flatout.tuning.choices import Choices
 from flatout.tuning.plan_key import code_of, training_of
-from flatout.tuning.ranks import parallel_of
+from flatout.tuning.ranks import Parallel, parallel_of
 from flatout.tuning.request import Request
 from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
@@ -61,9 +63,10 @@ def optimize(
     A model in eval mode without an optimizer is tuned for inference. Its forward then runs under ``inference_mode``.
 
     Trials have no side effects. Weights, buffers, gradients, optimizer state, random generators, modes and backend
-    flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for modules, optimizers,
-    loss scalers and averages of weights that the loss can reach by closures, attributes and globals. Python attributes
-    and hooks that ``forward``, loss or dataset set are not restored.
+    flags are bit-equal before and after, and ``state_dict`` keys never change. The same holds for everything that
+    model, loss, hooks and dataset can reach by attributes, containers, closures and globals. What they print and log in
+    trials is dropped. A step that writes files, reaches other processes or consumes an iterator is not tried, and the
+    rows of the report give the reason.
 
     During the trials, a terminal or a notebook shows one live line. Each decision is a record of level INFO of the
     logger ``flatout.tuning``. ``logging.basicConfig(level=logging.INFO)`` prints all records.
@@ -167,17 +170,24 @@ def optimize(
     choices = validate(request)
     part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
     with OwnError(), part.ranks.attempt("flatout.optimize"):
-        session = Session(request, choices, part)
         try:
-            session.prepare()
-            outcome = decide(session)
-        except BaseException as error:
-            session.restore(error)
-            raise
-        finally:
-            session.close()
-        run = assemble(session, outcome)
-    return run
+            return _tuned(request, choices, part)
+        except Unrepeatable as reason:
+            why = str(reason)
+        return _tuned(request, choices, part, why)
+
+
+def _tuned(request: Request, choices: Choices, part: Parallel, why_untried: str = "") -> Run:
+    session = Session(request, choices, part, why_untried)
+    try:
+        session.prepare()
+        outcome = decide(session)
+    except BaseException as error:
+        session.restore(error)
+        raise
+    finally:
+        session.close()
+    return assemble(session, outcome)
 
 
 def assemble(session: Session, outcome: Outcome) -> Run:

@@ -330,8 +330,9 @@ SCRIPTS: list[Script] = [
     in_two_backwards,
     averaged,
     frozen_later,
+    remembering,
     checkpointed,
     with_loss_inside,
 ]
-LEFT_ALONE: list[Script] = [penalized, remembering]
+LEFT_ALONE: list[Script] = [penalized]
 """Trainings whose model must not be tuned."""

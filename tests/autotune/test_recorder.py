@@ -23,9 +23,9 @@ def _fail(error: Exception) -> None:
 
 
 @contextmanager
-def recorded() -> Iterator[list[RecordedUpdate]]:
-    updates: list[RecordedUpdate] = []
-    with closing(Recorder(updates.append, _fail)) as recorder:
+def recorded() -> Iterator[list[tuple[torch.optim.Optimizer, RecordedUpdate]]]:
+    updates: list[tuple[torch.optim.Optimizer, RecordedUpdate]] = []
+    with closing(Recorder(lambda *update: updates.append(update), _fail, _fail)) as recorder:
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: recorder.end_update(optimizer))
         try:
             yield updates
@@ -117,8 +117,8 @@ def test_recorded_calls_have_the_gradients_of_the_script(step: Callable[[Net], N
         step(net)
         expected = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
-    (update,) = updates
-    assert update.optimizer is optimizer
+    ((stepped, update),) = updates
+    assert stepped is optimizer
     assert update.batches.keys() == {net}
     net.zero_grad()
     for batch in update.batches[net]:
@@ -144,7 +144,7 @@ def test_recorded_calls_have_the_loss_of_the_script(step: Callable[[Net], None])
         with recorded() as updates:
             step(net)
             optimizer.step()
-    found = [linearized_loss(net, batch).item() for batch in updates[0].batches[net]]
+    found = [linearized_loss(net, batch).item() for batch in updates[0][1].batches[net]]
     assert sum(found) == pytest.approx(sum(losses), rel=1e-5)
 
 
@@ -163,9 +163,9 @@ def test_two_networks_with_two_optimizers_have_their_own_updates() -> None:
             judges(made).mean().backward()
             for_makes.step()
             made_with = [p.grad.clone() for p in makes.parameters() if p.grad is not None]
-    assert [update.optimizer for update in updates] == 2 * [for_judges, for_makes]
-    assert [list(update.batches) for update in updates] == 2 * [[judges], [makes]]
-    for module, update, expected in ((judges, updates[2], judged), (makes, updates[3], made_with)):
+    assert [optimizer for optimizer, _ in updates] == 2 * [for_judges, for_makes]
+    assert [list(update.batches) for _, update in updates] == 2 * [[judges], [makes]]
+    for module, update, expected in ((judges, updates[2][1], judged), (makes, updates[3][1], made_with)):
         module.zero_grad()
         for batch in update.batches[module]:
             linearized_loss(module, batch).backward()
@@ -180,7 +180,7 @@ def test_parts_of_a_model_with_several_optimizers_share_a_backward() -> None:
         functional.cross_entropy(second(first(X)), Y).backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert [list(update.batches) for update in updates] == [[first], [second]]
+    assert [list(update.batches) for _, update in updates] == [[first], [second]]
 
 
 def test_evaluation_frozen_modules_and_losses_are_not_recorded() -> None:
@@ -193,7 +193,7 @@ def test_evaluation_frozen_modules_and_losses_are_not_recorded() -> None:
         net(X)  # this call has no backward
         net.eval()(X)["out"].mean().backward()
         optimizer.step()
-    (update,) = updates
+    ((_, update),) = updates
     assert {module: len(batches) for module, batches in update.batches.items()} == {net: 1}
     assert len(update.batches[net][0]["args"]) == 1
 
@@ -206,7 +206,7 @@ def test_calls_without_a_backward_do_not_fill_the_memory(monkeypatch: pytest.Mon
         waiting = [net(X)["out"] for _ in range(9)]
         (waiting[0] + other(X)["out"]).mean().backward()
         optimizer.step()
-    (update,) = updates
+    ((_, update),) = updates
     assert update.batches.keys() == {other}  # a call of the first optimizer is missing
 
 

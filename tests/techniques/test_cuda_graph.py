@@ -32,6 +32,7 @@ from tests.techniques.harness import (
     refused,
     unable,
 )
+from tests.unseen import Unseen
 
 FUSED = NO_TECHNIQUES | {"fused_optimizer": True}
 CPU = torch.device("cpu")
@@ -749,7 +750,7 @@ def tuned(recorders, clock, counts_on_the_host):
     """Function that tunes a job with given seconds per plain, fused and replayed step."""
 
     def tune(plain, fused, replayed, optimizer=adamw, *, budget=1000, noise=0.0, **techniques):
-        factor = random.Random(0)
+        factor, unseen = random.Random(0), Unseen(recorders=recorders)
 
         torch.manual_seed(0)
         model = Net()
@@ -757,7 +758,7 @@ def tuned(recorders, clock, counts_on_the_host):
         before = snapshot(model, opt)
 
         def seconds(*_):
-            is_replayed = any(recorder.is_replaying for recorder in recorders)
+            is_replayed = any(recorder.is_replaying for recorder in unseen.recorders)
             mean = replayed if is_replayed else fused if isinstance(opt, flatout.optim.AdamW) else plain
             return mean * factor.lognormvariate(0, noise)
 

@@ -24,6 +24,7 @@ from tests.helpers import snapshot
 from tests.jobs import Net, Stream, make_data, make_job, only
 from tests.reasons import reasons
 from tests.tuning.harness import Change, OneCandidate
+from tests.unseen import Unseen
 
 SECONDS = 0.02
 PAYS = {"fused_optimizer": 0.5, "cpu_threads": 0.7}
@@ -214,17 +215,19 @@ class Scaled(OneCandidate):
 
     name = "precision"
     title = "scaled outputs"
-    scale = 1.0
-    is_on = False
+
+    def __init__(self) -> None:
+        self.unseen = Unseen(scale=1.0, is_on=False)
 
     def change(self, job: Job) -> Candidate:
         def toggle(on: bool) -> None:
-            self.is_on = on
+            self.unseen.is_on = on
+            if on:  # trials restore the hooks of the model, so the candidate registers its own whenever it is turned on
+                body: nn.Module = job.spec.model.body  # type: ignore[assignment]
+                self.unseen.handle = body.register_forward_hook(lambda *call: call[-1] * self.unseen.scale)
+            else:
+                self.unseen.handle.remove()
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return output * self.scale if self.is_on else output
-
-        job.spec.model.body.register_forward_hook(hook)  # type: ignore[union-attr, operator]
         candidate = Change("scaled", lambda: toggle(True), lambda: toggle(False))
         candidate.value = True
         return candidate
@@ -239,13 +242,13 @@ def test_numerics_are_compared_again(
 
     def start() -> flatout.Run:
         model, loader, optimizer = make_job()
-        step = TimedStep(clock, lambda *_: SECONDS * (0.5 if technique.is_on else 1.0))
+        step = TimedStep(clock, lambda *_: SECONDS * (0.5 if technique.unseen.is_on else 1.0))
         run = flatout.optimize(model, loader, optimizer, step, budget=100, expected_steps=1000)
         run.undo()
         return run
 
     assert start().plan.decisions == {"precision": True}
-    technique.scale = scale
+    technique.unseen.scale = scale
     second = start()
     assert second.plan.decisions == ({"precision": True} if is_kept else {})
     assert ("numerics-differ" in notes(second)) is not is_kept

@@ -16,6 +16,7 @@ from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job
 from tests.reasons import reasons
 from tests.tuning.harness import Change
+from tests.unseen import Unseen
 
 
 class Stream(IterableDataset):
@@ -219,15 +220,15 @@ def test_a_technique_that_is_slower_together_is_reverted(clock):
 
 def test_a_loader_that_is_slower_together_is_reverted_too(clock):
     """Samples load slowly with the fused optimizer. Steps on samples in memory then take five seconds."""
-    reads, is_cached = [0], [False]  # samples since the latest step, and True after one pass has read all
+    unseen = Unseen(reads=0, is_cached=False)  # samples since the latest step, and True after one pass has read all
 
     def seconds(samples, active):
-        is_cached[0] |= reads[0] >= 64
-        in_memory, reads[0] = is_cached[0] and not reads[0], 0
+        unseen.is_cached |= unseen.reads >= 64
+        in_memory, unseen.reads = unseen.is_cached and not unseen.reads, 0
         return 5.0 if active and in_memory else fused_pays(samples, active)
 
     def load_seconds():
-        reads[0] += 1
+        unseen.reads += 1
         return 1.0 if step.active else 0.1
 
     step = TimedStep(clock, seconds)
@@ -238,9 +239,9 @@ def test_a_loader_that_is_slower_together_is_reverted_too(clock):
         assert rows[name].status == "rejected"
         assert "slower-together" in reasons(rows[name])
     assert run.plan.decisions == {}
-    reads[0] = 0
+    unseen.reads = 0
     assert len(list(run.loader)) == 8
-    assert reads[0] == 64  # the user's loader made them
+    assert unseen.reads == 64  # the user's loader made them
 
 
 def test_nothing_beyond_the_budget_is_measured(clock):

@@ -21,6 +21,7 @@ from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
 from tests.reasons import reasons
 from tests.tuning.harness import Change, OneCandidate
+from tests.unseen import Unseen
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
@@ -94,10 +95,10 @@ def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
     the_only_techniques(eats)
     model, loader, opt = make_job()
     before = snapshot(model, opt)
-    held_in_later_steps: list[bool] = []
+    unseen = Unseen(eats=eats, held_in_later_steps=[])
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        held_in_later_steps.extend(large() is not None for large in eats.held)
+        unseen.held_in_later_steps.extend(large() is not None for large in unseen.eats.held)
         return functional.cross_entropy(output, target)
 
     run = flatout.optimize(model, loader, opt, TimedStep(clock, 1.0, loss_fn), budget=1000)
@@ -106,8 +107,8 @@ def test_a_candidate_that_runs_out_of_memory_is_rejected_and_leaves_nothing(
     assert row.expected == eats.expected
     assert "out-of-memory" in reasons(row.trials[0].failure)
     assert "80 GiB" in row.trials[0].failure
-    assert held_in_later_steps
-    assert not any(held_in_later_steps), "what the failed trial held is gone before anything else runs"
+    assert unseen.held_in_later_steps
+    assert not any(unseen.held_in_later_steps), "what the failed trial held is gone before anything else runs"
     assert snapshot(model, opt) == before
 
 

@@ -24,6 +24,7 @@ from flatout.autotune.options import Options
 from flatout.autotune.recorded import with_gradients_of_update
 from flatout.autotune.recorder import RecordedUpdate, Recorder
 from flatout.core import formatting
+from flatout.core.effects import Unrepeatable
 from flatout.core.step_hooks import without_users_hooks
 from flatout.training.attachments import detach
 from flatout.tuning.ranks import world_size
@@ -36,6 +37,18 @@ MOST_MODULES = 4
 
 MOST_RECORDED = 10
 """Recorded updates per optimizer, of which two must have the same calls. An optimizer without two is not tuned."""
+
+MOST_OPTIMIZERS = 4
+"""Optimizers that are recorded at the same time. A script with inner loops may make a new one in every step."""
+
+FEWEST_STEPS = 10
+"""Steps of a later optimizer before it is recorded, because optimizers of inner loops take few steps."""
+
+IDLE_STEPS = 100
+"""Steps of other optimizers after which an optimizer that does not step any more is released with its model."""
+
+MOST_REPORTS = 16
+"""Limit of reports on models that are no longer tuned. The oldest reports are dropped."""
 
 USUAL_UPDATES = 3
 """Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
@@ -81,7 +94,11 @@ class Engine:
         self._usual_seconds: list[float] = []
         self._recorded_steps = 0
         self._due = math.inf
+        # Values do not refer to their key, which would keep the optimizer alive.
         self._recorded: weakref.WeakKeyDictionary[Optimizer, RecordedUpdate | None] = weakref.WeakKeyDictionary()
+        self._steps = 0
+        self._taken: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """Number of an optimizer's steps, and the number of all steps at its last one."""
         self._known: weakref.WeakKeyDictionary[Optimizer, list[ModuleTuning]] = weakref.WeakKeyDictionary()
         self._drawn: Drawn | None = None
         self._loaders = Loaders()
@@ -112,7 +129,8 @@ class Engine:
                 detach(tuning.module)
 
     def _start_recording(self) -> None:
-        self._recorder, self._recorded_steps = Recorder(self._note, self._give_up), 0
+        self._recorder = Recorder(self._note, self._stop_recording, self._give_up)
+        self._recorded_steps = 0
         self._usual_seconds.clear()
         self._loaders.start_counting()
 
@@ -142,6 +160,11 @@ class Engine:
 
     def _count(self, optimizer: Optimizer) -> None:
         now = time.perf_counter()
+        self._steps += 1
+        taken = self._taken.get(optimizer, (0, 0))[0] + 1
+        self._taken[optimizer] = taken, self._steps
+        if self._steps % IDLE_STEPS == 0:
+            self._release_idle()
         if self._leader is None:
             self._begin(optimizer)
         if self._leader is None:
@@ -159,10 +182,11 @@ class Engine:
             self._recorded.setdefault(optimizer, None)
             self._recorder.end_update(optimizer)
             self._recorded_steps += 1
-            if self._recorded_steps > MOST_RECORDED * len(self._recorded):
+            if self._recorded_steps > MOST_RECORDED * min(len(self._recorded), MOST_OPTIMIZERS):
                 self._stop_recording()
         elif optimizer not in self._known:
-            self._start_recording()
+            if taken >= FEWEST_STEPS:
+                self._start_recording()
         elif optimizer is self._leader() and len(self._usual_seconds) < USUAL_UPDATES:
             self._note_usual_update()
         elif now >= self._due and threading.get_ident() == self._thread and not _is_busy():
@@ -178,22 +202,22 @@ class Engine:
         self.allowance = Allowance()
         self._last_update = time.perf_counter()
 
-    def _note(self, update: RecordedUpdate) -> None:
+    def _note(self, optimizer: Optimizer, update: RecordedUpdate) -> None:
         """Handle a recorded update. Tune the modules of an optimizer after two updates with the same calls."""
-        if update.optimizer in self._known:
+        if optimizer in self._known:
             return
-        earlier, self._recorded[update.optimizer] = self._recorded.get(update.optimizer), update
+        earlier, self._recorded[optimizer] = self._recorded.get(optimizer), update
         if earlier is not None and update.batches and _form(earlier) == _form(update):
             assert self._recorder is not None
             with self._recorder.suspended(), _in_default_modes():
-                self._known[update.optimizer] = self._tunings_of(earlier, update)
+                self._known[optimizer] = self._tunings_of(optimizer, earlier, update)
             self._schedule()
         if all(optimizer in self._known for optimizer in self._recorded):
             self._stop_recording()
 
-    def _tunings_of(self, *updates: RecordedUpdate) -> list[ModuleTuning]:
+    def _tunings_of(self, optimizer: Optimizer, *updates: RecordedUpdate) -> list[ModuleTuning]:
         """Return a tuning for each module of an optimizer whose calls take long enough."""
-        optimizer, seconds = updates[-1].optimizer, updates[-1].seconds
+        seconds = updates[-1].seconds
         longest = sorted(seconds, key=lambda module: -seconds[module])[:MOST_MODULES]
         modules = [m for i, m in enumerate(longest) if i == 0 or seconds[m] >= LEAST_SHARE * self._update_seconds]
         tuned = {tuning.module for tuning in self.tunings}
@@ -215,6 +239,17 @@ class Engine:
                 self._fail(type(module).__name__, error)
         self.tunings += made
         return made
+
+    def _release_idle(self) -> None:
+        """End the tuning of optimizers that no longer step, so that a script can drop its model. Bound the reports."""
+        for optimizer, tunings in list(self._known.items()):
+            if tunings and self._steps - self._taken.get(optimizer, (0, 0))[1] > IDLE_STEPS:
+                for tuning in tunings:
+                    tuning.end()
+                self._known[optimizer] = []
+        ended = [tuning for tuning in self.tunings if tuning.is_done]
+        for tuning in ended[:-MOST_REPORTS]:
+            self.tunings.remove(tuning)
 
     def _note_usual_update(self) -> None:
         """Note the time of an update that was not recorded. The last of them corrects the costs of first turns."""
@@ -257,6 +292,9 @@ class Engine:
         _log.debug("an error ended the tuning", exc_info=error)
 
     def _fail(self, name: str, error: Exception) -> None:
+        if isinstance(error, Unrepeatable):
+            self._say(f"{name} is not tuned: {error}")
+            return
         self._say(f"tuning of {name} failed and is undone: {formatting.first_line(error)}")
         _log.debug("tuning of %s failed", name, exc_info=error)
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
-from flatout.core.errors import Unsuitable
-from flatout.core.reachable import has_same_objects
+from flatout.core.python_state import parts_of
+from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 
 SCALED = 0.9
@@ -140,6 +140,8 @@ def linearized_loss(module: nn.Module, batch: dict[str, Any]) -> Tensor:
         ValueError: the outputs have other shapes than the gradients.
     """
     products = []
+    if batch.get("is_written"):  # by the forward, as in a state that the script passes from call to call
+        batch = batch | {"args": cloned(batch["args"]), "kwargs": cloned(batch["kwargs"])}
     calls = zip(*(batch[name] for name in ("args", "kwargs", "autocast", "gradients")), strict=True)
     for args, kwargs, autocast, gradients in calls:
         with ExitStack() as stack:
@@ -184,17 +186,21 @@ def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]
         The batches with scaled gradients, or the same batches if the factor is not below ``SCALED``.
 
     Raises:
-        Unsuitable: the forward writes attributes of a module.
+        Unrepeatable: the module's code cannot be repeated without a trace.
     """
     parameters = [p for p in module.parameters() if p.grad is not None]
     if not parameters:
         return batches
     seen = _gradient_norm(parameters)
-    with _module_restored(module):
+    with _restored(module, batches):
         for parameter in parameters:
             parameter.grad = None
         for batch in batches:
+            objects = [part for node in reachable([batch["args"], batch["kwargs"]]) for part in parts_of(node, 0)]
+            versions = [(t, t._version) for t in tensors_within([batch["args"], batch["kwargs"]])]
             linearized_loss(module, batch).backward()
+            is_written = any(part.changed() for part in objects) or any(t._version != v for t, v in versions)
+            batch["is_written"] = is_written
         recorded = _gradient_norm(parameters)
     if not 0 < seen < SCALED * recorded:  # NaN included
         return batches
@@ -206,25 +212,20 @@ def _gradient_norm(parameters: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _module_restored(module: nn.Module) -> Iterator[None]:
-    """Restore a module after the block.
+def _restored(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Restore a module, its recorded calls, and all that its code can reach, after the block.
 
     Raises:
-        Unsuitable: the block wrote attributes of a module. Trials could not undo such writes.
+        Unrepeatable: the code cannot be repeated without a trace.
     """
-    snapshot = Snapshot.capture([module], code=[module])
-    attributes = {part: dict(vars(part)) for part in module.modules()}
+    snapshot = Snapshot.capture([module], code=[module, list(batches)])
     try:
-        yield
+        with snapshot.guarded():
+            yield
     finally:
         snapshot.restore()
         snapshot.restore_versions()
-        changed = [part for part, before in attributes.items() if not has_same_objects(vars(part), before)]
-        for part in changed:
-            vars(part).clear()
-            vars(part).update(attributes[part])
-    if changed:
-        raise Unsuitable(f"the forward of {type(changed[0]).__name__} writes attributes of the module")
+    snapshot.check()
 
 
 def _with_gradients_scaled(batch: dict[str, Any], factor: float) -> dict[str, Any]:

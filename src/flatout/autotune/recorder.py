@@ -27,17 +27,15 @@ from flatout.core.batches import tensors_of
 
 @dataclass(frozen=True, eq=False)
 class RecordedUpdate:
-    """Step of an optimizer, with the training calls that led to this step.
+    """Training calls that led to a step of an optimizer.
 
     Attributes:
-        optimizer: the optimizer that has stepped.
         batches: the recorded calls of each module that holds some of the optimizer's parameters, one batch for each
             backward. Modules that are differentiated twice are left out, because compiled code cannot be differentiated
             twice.
         seconds: seconds of these calls, by module.
     """
 
-    optimizer: Optimizer
     batches: Mapping[nn.Module, Sequence[dict[str, Any]]]
     seconds: Mapping[nn.Module, float]
 
@@ -58,19 +56,30 @@ MOST_BYTES = 1 << 30
 Above this limit, the oldest calls are dropped, and their modules are not recorded.
 """
 
+MOST_CALLS = 256
+"""Limit of the number of recorded calls that wait for a backward."""
+
+MOST_BACKWARDS = 64
+"""Limit of backwards without an update, as in a script that updates its weights by hand. The recording ends there."""
+
 
 class Recorder:
     """Recorder of training calls until ``close``. A training call is a call with gradients of a module in train mode.
 
     Args:
-        on_update: called with each update, after the optimizer has stepped and before gradients are cleared.
+        on_update: called with an optimizer and its update, after the step and before gradients are cleared.
+        on_no_update: called when ``MOST_BACKWARDS`` have come without an update.
         on_failure: called with an error that has ended the recording. The script continues.
     """
 
     def __init__(
-        self, on_update: Callable[[RecordedUpdate], object], on_failure: Callable[[Exception], object]
+        self,
+        on_update: Callable[[Optimizer, RecordedUpdate], object],
+        on_no_update: Callable[[], object],
+        on_failure: Callable[[Exception], object],
     ) -> None:
         self._on_update = on_update
+        self._on_no_update = on_no_update
         self._on_failure = on_failure
         self._process = os.getpid()
         self._is_suspended = False
@@ -117,28 +126,29 @@ class Recorder:
         )
 
     def _noting_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        thread = self._thread
+        recorder, thread = self, self._thread
 
+        # torch's profiler takes the local `self` of the code of `Module.__call__` for the module.
         @wraps(call)
-        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def noting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(thread, "is_called", False):
-                return call(module, *args, **kwargs)
-            if not (torch.is_grad_enabled() and module.training and _has_trainable(module)) or self._is_off:
-                return call(module, *args, **kwargs)
-            recorded = self._safely(RecordedCall.of, args, kwargs)
+                return call(self, *args, **kwargs)
+            if not (torch.is_grad_enabled() and self.training and _has_trainable(self)) or recorder._is_off:
+                return call(self, *args, **kwargs)
+            recorded = recorder._safely(RecordedCall.of, args, kwargs)
             if recorded is None:
-                return call(module, *args, **kwargs)
+                return call(self, *args, **kwargs)
             thread.is_called, begun = True, time.perf_counter()
             try:
-                output = call(module, *args, **kwargs)
+                output = call(self, *args, **kwargs)
             finally:
                 thread.is_called = False
             recorded.seconds = time.perf_counter() - begun
-            watched = self._safely(recorded.watched, output)
+            watched = recorder._safely(recorded.watched, output)
             if watched is None or not any(tensor.requires_grad for tensor in tensors_of(output)):
                 return output
-            self._calls.append((module, recorded))
-            self._drop_oldest()
+            recorder._calls.append((self, recorded))
+            recorder._drop_oldest()
             return watched
 
         return noting
@@ -154,8 +164,11 @@ class Recorder:
 
     def _drop_oldest(self) -> None:
         """Drop old calls that no backward has reached, for example calls of an evaluation with gradients."""
-        while len(self._calls) > 1 and sum(call.nbytes for _, call in self._calls) > MOST_BYTES:
-            self._dropped.add(self._calls.pop(0)[0])
+        nbytes = sum(call.nbytes for _, call in self._calls)
+        while len(self._calls) > 1 and (nbytes > MOST_BYTES or len(self._calls) > MOST_CALLS):
+            module, call = self._calls.pop(0)
+            nbytes -= call.nbytes
+            self._dropped.add(module)
 
     def _noting_losses(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
@@ -183,7 +196,10 @@ class Recorder:
             if call.is_reached:
                 calls.setdefault(module, []).append(call)
         self._calls = [(module, call) for module, call in self._calls if not call.is_reached]
-        if calls:
+        if calls and len(self._backwards) == MOST_BACKWARDS:
+            self.close()
+            self._on_no_update()
+        elif calls:
             self._backwards.append(_Backward(calls, loss))
         elif self._backwards:
             self._backwards[-1].loss = self._backwards[-1].loss + loss
@@ -207,7 +223,7 @@ class Recorder:
                 if module not in self._dropped and any(id(p) in held for p in module.parameters()):
                     batches.setdefault(module, []).append(batch_of(calls, backward.loss))
                     seconds[module] += sum(call.seconds for call in calls)
-        self._on_update(RecordedUpdate(optimizer, batches, seconds))
+        self._on_update(optimizer, RecordedUpdate(batches, seconds))
 
 
 def _has_trainable(module: nn.Module) -> bool:

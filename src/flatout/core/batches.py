@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from flatout.core.reachable import reachable
+
 
 def _keep(leaf: Any) -> Any:
     return leaf
@@ -130,9 +132,9 @@ def _copied_object(leaf: Any) -> Any:
 def cloned(batch: Any) -> Any:
     """Copy ``batch``, so that the loader may reuse its memory.
 
-    Copies tensors, arrays and containers. Objects are copied by their ``clone`` method, else by ``copy.copy``. Their
-    attributes that are tensors, arrays, containers or objects with a ``to`` method are copied, too. Objects that cannot
-    be copied stay shared. An object that occurs twice in ``batch`` also occurs twice in the copy.
+    Copies tensors, arrays and containers. Objects are copied by their ``clone`` method, else by ``copy.deepcopy``, with
+    the tensors that they refer to. Modules, classes, functions and generators stay shared, and so do objects that
+    cannot be copied. An object that occurs twice in ``batch`` also occurs twice in the copy.
 
     Args:
         batch: any nesting.
@@ -146,15 +148,8 @@ def cloned(batch: Any) -> Any:
 
     def clone_object(leaf: Any) -> Any:
         if id(leaf) not in clones:
-            clones[id(leaf)] = leaf, _cloned_object(leaf)
-            twin = clones[id(leaf)][1]
-            for name, value in getattr(leaf, "__dict__", {}).items():
-                if twin is not leaf and getattr(twin, name, None) is value:  # not copied by the object's `clone`
-                    object.__setattr__(twin, name, map_tensors(clone_tensor, value, clone_attribute))
+            clones[id(leaf)] = leaf, _cloned_object(leaf, clone_tensor)
         return clones[id(leaf)][1]
-
-    def clone_attribute(value: Any) -> Any:
-        return clone_object(value) if isinstance(value, np.ndarray) or callable(getattr(value, "to", None)) else value
 
     return map_tensors(clone_tensor, batch, clone_object)
 
@@ -164,15 +159,25 @@ def _cloned_tensor(tensor: Tensor) -> Tensor:
     return clone.pin_memory() if tensor.is_pinned() else clone
 
 
-def _cloned_object(leaf: Any) -> Any:
-    if isinstance(leaf, (type, nn.Module)):
+_SHARED = (type, nn.Module, torch.Generator, np.random.Generator, np.random.RandomState, torch.optim.Optimizer)
+
+
+def _cloned_object(leaf: Any, clone_tensor: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, _SHARED):
         return leaf
     try:
         if isinstance(leaf, PackedSequence):
             return type(leaf)(*(part if part is None else part.clone() for part in leaf))  # type: ignore[arg-type]
         if callable(getattr(leaf, "clone", None)):
             return leaf.clone()
-        return copy.copy(leaf) if hasattr(leaf, "__dict__") else copy.deepcopy(leaf)
+        # `deepcopy` takes the entries of `memo` for copies that it has made. Tensors with a graph have no deep copy.
+        memo: dict[int, Any] = {}
+        for node in reachable(leaf):
+            if isinstance(node, Tensor):
+                memo[id(node)] = clone_tensor(node)
+            elif isinstance(node, _SHARED):
+                memo[id(node)] = node
+        return copy.deepcopy(leaf, memo)
     except Exception:  # raised by the user's class
         return leaf
 

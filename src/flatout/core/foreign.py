@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.core.effects import why_not_repeated
 from flatout.core.reachable import reachable
 from flatout.core.saved import Saved, is_stateful
 from flatout.core.step_hooks import before_steps
@@ -18,17 +19,34 @@ from flatout.core.step_hooks import before_steps
 _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 """Types of objects whose tensors are copied at once because they are small."""
 
+MOST_BYTES_OF_CODE, MOST_BYTES_OF_DATA = 1 << 28, 1 << 20
+"""Sizes above which tensors and arrays are not copied: of all that a step can reach, and of each in a dataset."""
 
-def add_foreign(saved: Saved, code: Any) -> None:
-    """Add every module, optimizer and object with a ``state_dict`` that code can reach.
 
-    Optimizers with their parameters and state, loss scalers, learning-rate schedulers, and buffers of modules in train
-    mode are copied at once. Other tensors of these objects, such as the weights of a frozen teacher, are copied before
-    their first write under ``copied_before_writes``. For any other leaf tensor, only the gradient is saved.
+def add_data(saved: Saved, data: Any) -> None:
+    """Add the Python state that a dataset, its samplers and ``collate_fn`` can reach, with small tensors and arrays."""
+    for node in reachable(data):
+        if type(node) in weakref.ProxyTypes or node in saved:
+            continue
+        if isinstance(node, Tensor) and node.is_leaf and node.nbytes <= MOST_BYTES_OF_DATA:
+            saved.tensor(node, compared=True)
+        saved.python(node, MOST_BYTES_OF_DATA)
+
+
+def add_foreign(saved: Saved, code: Any) -> str:
+    """Add everything that code can reach.
+
+    Python state, optimizers with their parameters and state, loss scalers, learning-rate schedulers, and buffers of
+    modules in train mode are copied at once, and so are tensors outside of modules. Other tensors of these objects,
+    such as the weights of a frozen teacher, are copied before their first write under ``copied_before_writes``. So are
+    tensors outside of modules if they are larger than ``MOST_BYTES_OF_CODE`` together.
 
     Args:
         saved: receives the objects, and already holds the job's modules and optimizer.
         code: functions and modules of the step.
+
+    Returns:
+        The reason why the code cannot be repeated without a trace; empty if no reason is seen.
     """
     found = [node for node in reachable(code) if type(node) not in weakref.ProxyTypes]  # a dead proxy raises
     for node in found:
@@ -37,11 +55,16 @@ def add_foreign(saved: Saved, code: Any) -> None:
     for node in found:
         if isinstance(node, nn.Module) and node not in saved:
             _add_module(saved, node)
-        elif isinstance(node, Tensor) and node.is_leaf and node.requires_grad:
-            saved.gradient(node)
     for node in found:
         if not isinstance(node, nn.Module) and is_stateful(node):
             saved.value(node, copied=isinstance(node, _SMALL))
+    left = MOST_BYTES_OF_CODE
+    for node in found:
+        if isinstance(node, Tensor) and node.is_leaf and node not in saved:
+            left -= node.nbytes
+            saved.tensor(node, copied=left >= 0, compared=True)
+        saved.python(node, MOST_BYTES_OF_CODE)
+    return why_not_repeated(found)
 
 
 def _add_module(saved: Saved, root: nn.Module) -> None:

@@ -24,6 +24,10 @@ class _Tracked:
     state: Any
 
 
+_OF_TORCH = ("torch's ", "a CUDA ", "a torch.")
+"""Beginnings of the names of torch's generators."""
+
+
 class RandomState:
     """States of the global random generators of torch, Python and NumPy, and of generators that an object holds."""
 
@@ -64,9 +68,14 @@ class RandomState:
         """Return the current states of the same generators."""
         return RandomState([_track(each.name, each.read, each.write) for each in self._tracked])
 
-    def moved(self) -> str | None:
-        """Return the name of the first generator whose state has changed, or None if no state has."""
-        return next((each.name for each in self._tracked if not _same(each.read(), each.state)), None)
+    def moved(self, *, of_torch: bool = True) -> str | None:
+        """Return the name of the first generator whose state has changed, or None if no state has.
+
+        Args:
+            of_torch: False to leave out torch's generators.
+        """
+        names = (each.name for each in self._tracked if not _same(each.read(), each.state))
+        return next((name for name in names if of_torch or not name.startswith(_OF_TORCH)), None)
 
     def restore(self) -> None:
         """Restore the state of every generator."""

@@ -1,6 +1,8 @@
 """Search for objects that an object can use.
 
-The search follows attributes, elements, closures, defaults, and globals that the object's code names.
+The search follows attributes, elements, closures, defaults, and globals that the object's code names. Of the user's own
+classes, the search also follows the attributes of the class and the code of all methods. Code in site-packages and in
+the standard library is not the user's own.
 """
 
 from __future__ import annotations
@@ -8,6 +10,10 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import logging
+import os
+import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,9 +24,11 @@ from torch import nn
 
 _DEPTH = 8  # levels of attributes and elements, where all submodules of a module are one level
 _NODES = 20_000  # objects in all, nearest first: a dataset's annotations may be millions of objects
-_WIDTH = 64  # elements per container: lists of transforms are short, lists of file names are long
+_WIDTH = 1024  # elements per container: lists of layers are short, lists of file names are long
 
-_NO_NODES = (str, bytes, int, float, complex, type, types.ModuleType, np.ndarray, np.generic, torch.dtype, torch.device)
+_NO_NODES = (str, bytes, int, float, complex, types.ModuleType, np.generic, torch.dtype, torch.device)
+_NOT_LOOKED_INTO = (np.ndarray, types.CodeType, logging.Logger, logging.Handler)
+_MACHINERY = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed", "flatout.distributed")
 _OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))
 _METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
 
@@ -28,7 +36,8 @@ _METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
 def reachable(root: Any) -> Iterator[Any]:
     """Yield ``root`` and the objects reachable from ``root``, nearest first.
 
-    Numbers, strings, arrays, Python modules and classes are left out.
+    Numbers, strings, empty tuples, Python modules, and classes that are not the user's own are left out. So are objects
+    that compile code or connect ranks, because their state is no part of a step.
     """
     level, seen = [root], {id(root)}
     for _ in range(_DEPTH):
@@ -43,9 +52,12 @@ def reachable(root: Any) -> Iterator[Any]:
 
 
 def _is_node(value: Any) -> bool:
-    if value is None or issubclass(type(value), _NO_NODES):
+    kind = type(value)
+    if value is None or issubclass(kind, _NO_NODES) or (issubclass(kind, type) and not is_users(value.__module__)):
         return False
-    return type(value) not in (dict, collections.OrderedDict, list, tuple, set) or len(value) > 0
+    if str((value if kind is types.FunctionType else kind).__module__).startswith(_MACHINERY):
+        return False
+    return kind is not tuple or len(value) > 0
 
 
 def _children(node: Any) -> list[Any]:
@@ -56,7 +68,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _looked_into(node: Any) -> list[Any]:
-    if node is None or isinstance(node, (*_NO_NODES, types.CodeType)):
+    if node is None or isinstance(node, (*_NO_NODES, *_NOT_LOOKED_INTO)):
         return []
     if isinstance(node, torch.Tensor):
         return _hooks_of(node)
@@ -64,17 +76,25 @@ def _looked_into(node: Any) -> list[Any]:
         return [node.__self__, node.__func__, *_beside(node)]
     if isinstance(node, types.FunctionType):
         return _of_function(node)
+    if isinstance(node, (staticmethod, classmethod)):
+        return [node.__func__]
+    if isinstance(node, property):
+        return [node.fget, node.fset]
+    if isinstance(node, type):
+        return list(vars(node).values())
     if isinstance(node, functools.partial):
         return [node.func, *node.args, *node.keywords.values()]
     if isinstance(node, dict):
-        return list(itertools.islice(node.values(), _WIDTH))
-    if isinstance(node, (list, tuple)):
-        return list(node[:_WIDTH])
-    if isinstance(node, (set, frozenset, collections.deque)):
-        return list(itertools.islice(node, _WIDTH))
-    if isinstance(node, nn.Module):
+        elements: list[Any] = list(itertools.islice(node.values(), _WIDTH))
+    elif isinstance(node, (list, tuple)):
+        elements = list(node[:_WIDTH])
+    elif isinstance(node, (set, frozenset, collections.deque)):
+        elements = list(itertools.islice(node, _WIDTH))
+    elif isinstance(node, nn.Module):
         return _of_module(node)
-    return [*getattr(node, "__dict__", {}).values(), *_methods_of(node)]
+    else:
+        elements = []
+    return [*elements, *attributes_of(node).values(), *_methods_of(node)]
 
 
 def _of_module(module: nn.Module) -> list[Any]:
@@ -91,9 +111,22 @@ def _hooks_of(tensor: torch.Tensor | None) -> list[Any]:
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
+def attributes_of(node: Any) -> dict[str, Any]:
+    """Return the attributes that an object stores in its ``__dict__`` and in slots."""
+    found = dict(getattr(node, "__dict__", ()))
+    for kind in type(node).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if isinstance(vars(kind).get(name), types.MemberDescriptorType) and hasattr(node, name):
+                found[name] = getattr(node, name)
+    return found
+
+
 def _methods_of(node: Any) -> list[Any]:
+    """Return the methods of an object that its caller or torch calls, and the user's own classes of the object."""
     methods = (getattr(type(node), name, None) for name in _METHODS)
-    return [method for method in methods if isinstance(method, types.FunctionType)]
+    users = [kind for kind in type(node).__mro__ if is_users(kind.__module__)]
+    return [*users, *(method for method in methods if isinstance(method, types.FunctionType))]
 
 
 def _beside(method: types.MethodType) -> list[Any]:
@@ -105,13 +138,31 @@ def _beside(method: types.MethodType) -> list[Any]:
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     """Return a function's closure, defaults and attributes, and the globals that its code names."""
-    bound = [_cell_contents(cell) for cell in function.__closure__ or ()]
+    bound = [cell_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    # Functions of other modules are left out: a library's functions reach too much.
+    # Functions of other modules are left out, unless they are the user's: a library's functions reach too much.
     here = function.__module__
-    beside = [found for found in named if not isinstance(found, types.FunctionType) or found.__module__ == here]
-    return [*bound, *defaults, *vars(function).values(), *beside]
+    named = [
+        found
+        for bindings, _ in named_by(function)
+        for found in bindings.values()
+        if not isinstance(found, types.FunctionType) or found.__module__ == here or is_users(found.__module__)
+    ]
+    return [*bound, *defaults, *vars(function).values(), *named]
+
+
+def named_by(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the globals that the code of a function names, and the same for the user's modules among them.
+
+    Yields:
+        The names with their values, and the namespace that holds them.
+    """
+    names = list(_names(function.__code__))
+    own = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    yield own, function.__globals__
+    for module in own.values():
+        if isinstance(module, types.ModuleType) and is_users(module.__name__):
+            yield {name: vars(module)[name] for name in names if name in vars(module)}, vars(module)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -122,11 +173,35 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _cell_contents(cell: types.CellType) -> Any:
+def cell_contents(cell: types.CellType) -> Any:
+    """Return the content of a closure's cell; None for a name that is not bound yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:
         return None
+
+
+_LIBRARIES = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+_is_users: dict[str, bool] = {}
+"""Known answers of ``is_users``. A module that is not imported yet has none."""
+
+
+def is_users(module: str | None) -> bool:
+    """Return True if a module is the user's own code, which is neither in site-packages nor in the standard library."""
+    known = True if module in ("__main__", "__mp_main__") else _is_users.get(module or "")
+    if known is not None:
+        return known
+    found = sys.modules.get(module or "")
+    if module is None or found is None:
+        return False
+    file = getattr(found, "__file__", None)
+    is_own = file is not None and not file.startswith(_LIBRARIES) and "site-packages" not in file
+    _is_users[module] = is_own and module.partition(".")[0] != "flatout"
+    return _is_users[module]
 
 
 def has_same_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

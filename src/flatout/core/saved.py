@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 import weakref
 from collections.abc import Iterable, MutableMapping, MutableSequence, MutableSet
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatout.core.cleanup import run_all
+from flatout.core.python_state import parts_of
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -34,14 +34,18 @@ class SavedTensor:
         tensor: any tensor. An uninitialized tensor has no bits.
         on: the device for the copy. None means the tensor's device.
         copied: True to copy the bits now. Otherwise ``copy_bits`` copies them later, before a write.
+        compared: True to restore the bits only if they have changed.
 
     Attributes:
         tensor: the tensor itself.
         bits: a copy of the elements, or None until they are copied.
     """
 
-    def __init__(self, tensor: Tensor, on: torch.device | None = None, *, copied: bool = True) -> None:
+    def __init__(
+        self, tensor: Tensor, on: torch.device | None = None, *, copied: bool = True, compared: bool = False
+    ) -> None:
         self.tensor = tensor
+        self._compared = compared
         self._on = on
         self._kind = type(tensor)
         self._place = tensor.data  # shares the memory, and keeps its own sizes and strides
@@ -78,8 +82,9 @@ class SavedTensor:
                 storage.resize_(size)
             self.tensor.data = self._place
         if self.bits is not None:
-            with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
-                owned(self.tensor).copy_(self.bits)
+            if not self._compared or self._on is not None or self.has_changed():
+                with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
+                    owned(self.tensor).copy_(self.bits)
         elif self._version is not None and self.tensor._version != self._version:
             raise RuntimeError(
                 f"compute_loss must write to tensors outside the model in its first call, or not at all, got a later "
@@ -170,15 +175,6 @@ class _SavedSet:
             self._members.add(item)
 
 
-class _SavedArray:
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-        self._bits = copy.copy(array)
-
-    def restore(self) -> None:
-        self._array[...] = self._bits
-
-
 _NOT_LOOKED_INTO = (str, bytes, int, float, complex, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
@@ -221,14 +217,20 @@ class Saved:
             self._is_new(part)
         self._parts.append(ModuleSlots(module))
 
-    def tensor(self, tensor: Tensor, *, copied: bool = True) -> None:
-        """Add a tensor and its gradient. With ``copied=False``, ``before_write`` copies the bits later."""
+    def tensor(self, tensor: Tensor, *, copied: bool = True, compared: bool = False) -> None:
+        """Add a tensor and its gradient.
+
+        Args:
+            tensor: any tensor.
+            copied: False to let ``before_write`` copy the bits later.
+            compared: True to restore the bits only if they have changed. A write would change the version counter.
+        """
         if not self._is_new(tensor):
             return
         layout = _layout(tensor)
         storage: Any = None if layout is None else layout[0]
         copied = copied or storage is None or storage in self._copied  # a copied tensor shares this memory
-        saved = SavedTensor(tensor, self._on, copied=copied)
+        saved = SavedTensor(tensor, self._on, copied=copied, compared=compared)
         self._parts.append(saved)
         if copied:
             self._copied.add(storage)
@@ -293,11 +295,15 @@ class Saved:
         elif isinstance(value, MutableSet):
             self._parts.append(_SavedSet(value))
         elif isinstance(value, np.ndarray):
-            self._parts.append(_SavedArray(value))
+            self._parts += parts_of(value, value.nbytes)
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizer(value)
         elif is_stateful(value) or (with_objects and hasattr(value, "__dict__")):
             self.value(vars(value), with_objects=with_objects, copied=copied)
+
+    def python(self, node: Any, most_bytes: int) -> None:
+        """Add an object's own Python state, but not the state of objects that it refers to."""
+        self._parts += parts_of(node, most_bytes)
 
     def _values(self, values: Iterable[Any], with_objects: bool, copied: bool) -> None:
         for value in values:

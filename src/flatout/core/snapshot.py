@@ -1,20 +1,21 @@
 """Snapshot of everything that training changes, restored bit for bit.
 
-Trials, undo and recovery use the same ``Snapshot``. Python attributes that a user's ``forward``, loss or dataset sets
-are not saved, even if they are tensors or hooks.
+Trials, undo and recovery use the same ``Snapshot``. It contains what the step and the dataset can reach in Python, too:
+attributes, containers, closures, globals and arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.core.cleanup import run_all
-from flatout.core.foreign import StepGuard, add_foreign, copied_before_writes
+from flatout.core.effects import Containment, Unrepeatable
+from flatout.core.foreign import StepGuard, add_data, add_foreign, copied_before_writes
 from flatout.core.process_flags import Restorable, saved_flags
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
@@ -26,12 +27,18 @@ class Snapshot:
     Restoring is bit-exact and in place. Parameters, buffers and optimizer state keep their objects and their memory, so
     views, tied weights and other references stay valid. A snapshot takes the memory of one copy of the model, its
     gradients and the optimizer's state.
+
+    Attributes:
+        why_not_repeated: why ``code`` cannot be repeated without a trace; empty if no reason is seen.
     """
+
+    why_not_repeated: str = ""
 
     def __init__(self, saved: Saved, *parts: Restorable) -> None:
         self._saved = saved
         self._parts = (saved, *parts)
         self._guard = StepGuard(saved)
+        self._containment = Containment()
 
     @classmethod
     def capture(
@@ -51,9 +58,10 @@ class Snapshot:
                 generators are captured.
             optimizer: the optimizer, whose parameters, state, hyper-parameters and attributes are captured, with the
                 tensors, containers and optimizers inside them.
-            loader: the loader, whose random generators are captured, with the generators of its samplers and dataset.
+            loader: the loader, whose random generators are captured, with the generators of its samplers and dataset,
+                and with the Python state of these.
             code: callables of the step, such as the loss. The snapshot has the random generators that they use, and
-                the modules, optimizers and tensors that they can reach.
+                everything that they can reach.
             also: other objects that are restored together with this one, for example the loader's position.
             on: the device for the copies. None means the device of each original.
         """
@@ -63,9 +71,13 @@ class Snapshot:
             saved.module(module)
         if optimizer is not None:
             saved.optimizer(optimizer)
-        add_foreign(saved, list(code))
+        why_not_repeated = add_foreign(saved, list(code))
+        for part in ("dataset", "batch_sampler", "sampler", "collate_fn"):
+            add_data(saved, getattr(loader, part, None))
         # Restored in this order. Flags come last, because reverting a technique changes them.
-        return cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
+        made = cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
+        made.why_not_repeated = why_not_repeated
+        return made
 
     def restore(self) -> None:
         """Restore everything to the captured state. May be called any number of times.
@@ -82,18 +94,25 @@ class Snapshot:
         """
         self._saved.restore_versions()
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Forbid steps of optimizers that this snapshot does not have, inside the block.
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Forbid effects that this snapshot cannot restore, inside the block. Drop what user code prints and logs.
 
         Raises:
-            RuntimeError: such an optimizer is about to step.
+            Unrepeatable: the code cannot be repeated without a trace. The block is not entered.
+            RuntimeError: an optimizer that this snapshot does not have is about to step.
+            Unrepeatable: user code is about to write a file, or to reach another process.
         """
-        return self._guard.on()
+        if self.why_not_repeated:
+            raise Unrepeatable(self.why_not_repeated)
+        with self._containment.on(), self._guard.on():
+            yield
 
     def check(self) -> None:
-        """Raise the error of a guarded step again. A trial has caught it as a failure of its candidate."""
-        if self._guard.error is not None:
-            raise self._guard.error
+        """Raise the error of a forbidden effect again. A trial has caught it as a failure of its candidate."""
+        for error in (self._containment.error, self._guard.error):
+            if error is not None:
+                raise error
 
     def extended(self) -> AbstractContextManager[None]:
         """Copy tensors that ``code`` can reach before an operator inside the block writes to them."""

@@ -1,4 +1,4 @@
-"""Check of a job's first forward, for the type of its loss, writes to its batch, and random numbers."""
+"""Check of a job's first forward, for the type of its loss, writes to its batch, random numbers, and Python state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
+from flatout.core.foreign import MOST_BYTES_OF_DATA
 from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.python_state import parts_of
 from flatout.core.random_state import RandomState
+from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 from flatout.training.job import Job
 from flatout.training.loss_suggestion import compute_loss_line, why_not_taken
@@ -17,7 +20,10 @@ from flatout.training.objective import MissingLossError, Objective
 
 
 def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True) -> bool:
-    """Run one forward on a copy of the batch, and set ``writes_batches``, ``draws`` and ``has_loss`` of the objective.
+    """Run a forward on a copy of the batch, and set what the objective shows of it.
+
+    These are ``writes_batches``, ``draws``, ``draws_on_host`` and ``has_loss``. A second forward sets ``python_state``,
+    because the first one may fill caches.
 
     Args:
         job: a job before any technique is applied.
@@ -34,6 +40,7 @@ def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True
         ValueError: the loss is unknown, is not a scalar, or does not depend on a trainable parameter.
     """
     given = cloned(batch)
+    objects = [part for node in reachable(given) for part in parts_of(node, 0)]
     random = RandomState.capture([*job.spec.modules, *job.spec.code])
     try:
         with state.extended():
@@ -51,8 +58,24 @@ def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True
         return False
     finally:
         job.objective.draws = random.moved() is not None
-        job.objective.writes_batches = not all(map(_is_same, tensors_within(batch), tensors_within(given)))
+        job.objective.draws_on_host = random.moved(of_torch=False) or ""
+        is_written = any(part.changed() for part in objects)
+        job.objective.writes_batches = is_written or not all(
+            map(_is_same, tensors_within(batch), tensors_within(given))
+        )
+    with state.extended():
+        job.objective.python_state = _changed_by_forward(job, cloned(batch))
     return True
+
+
+def _changed_by_forward(job: Job, batch: Any) -> str:
+    """Return what a forward changes in Python; empty if nothing."""
+    parts = [part for node in reachable(list(job.spec.code)) for part in parts_of(node, MOST_BYTES_OF_DATA)]
+    if job.spec.inference:
+        job.objective.infer(batch)
+    else:
+        job.objective.loss(batch)
+    return next(filter(None, (part.changed() for part in parts)), "")
 
 
 def _loss(objective: Objective, batch: Any, needs_loss: bool) -> Tensor:

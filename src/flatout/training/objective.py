@@ -32,6 +32,7 @@ class Objective:
         draws: True if forward or loss draw random numbers, as dropout does.
         draws_on_host: name of a generator of Python or NumPy from which forward or loss draw; empty if there is none.
         python_state: what forward or loss change in Python, such as "attribute 'calls' of a Net"; empty if nothing.
+        why_untried: why steps cannot be tried, because they cannot be repeated without a trace; empty if they can.
         has_loss: False if only the user's own loop computes the loss. Trials then use ``stand_in``.
         plain: returns a context in which the model's calls average no gradients over ranks, as the user's calls do.
     """
@@ -41,6 +42,7 @@ class Objective:
     draws: bool = False
     draws_on_host: str = ""
     python_state: str = ""
+    why_untried: str = ""
     has_loss: bool = True
     plain: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
 from flatout.mfu.flop_count import FlopCount
 from flatout.mfu.flops import count_flops
@@ -65,11 +64,17 @@ def peak_of(spec: Spec, work: CountedWork, *, measure: bool) -> tuple[float | No
     return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
 
 
-def _count(objective: Objective, batch: Any) -> FlopCount:
-    """Count FLOPs with the user's model and loss, also during training, and restore all state that changes."""
+def _count(objective: Objective, batch: Any) -> FlopCount | None:
+    """Count FLOPs with the user's model and loss, also during training, and restore all state that changes.
+
+    Returns:
+        The count; None if the step cannot be repeated without a trace.
+    """
     spec = objective.spec
-    state = Snapshot.capture([], code=[f for f in spec.code if f is not spec.model])
-    with RandomState.capture(spec.model).restored(), state.guarded(), state.extended():
+    state = Snapshot.capture([], code=spec.code)
+    if objective.why_untried or state.why_not_repeated:
+        return None
+    with state.guarded(), state.extended():
         try:
             return count_flops(_Forward(objective), batch, backward=not spec.inference)
         finally:

@@ -119,6 +119,7 @@ def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
     request, bench = session.request, session.bench
     on_gpu = session.job.spec.device.type == "cuda"
     checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
+    checks = checks and not session.job.objective.why_untried
     with session.stage("applying the batch size"):
         apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
     with session.stage("measuring the original loop"):

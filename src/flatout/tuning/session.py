@@ -69,6 +69,7 @@ class Session:
         request: the arguments.
         choices: techniques that are forbidden or forced.
         parallel: part of this process in a training on several devices.
+        why_untried: why steps cannot be tried; empty if they can. Then nothing is measured, and no step runs.
 
     Attributes:
         loader: the user's loader, with a seed for each sample if requested. On several ranks, it yields slices.
@@ -90,7 +91,9 @@ class Session:
         tuner: runs the trials.
     """
 
-    def __init__(self, request: Request, choices: Choices, parallel: Parallel = TRAINS_ALONE) -> None:
+    def __init__(
+        self, request: Request, choices: Choices, parallel: Parallel = TRAINS_ALONE, why_untried: str = ""
+    ) -> None:
         self.request = request
         self.choices = choices
         check_same(parallel.ranks, request, choices)
@@ -119,7 +122,7 @@ class Session:
         )
         self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
-        reason = "" if spec.ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer)
+        reason = why_untried or ("" if spec.ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer))
         if reason:
             self.notes.append(reason)
             self.request = replace(request, budget=0)
@@ -128,8 +131,10 @@ class Session:
         own_steps = request.expected_steps or self._default_steps()
         self.expected_steps = int(spec.ranks.largest([own_steps])[0])
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
+        self.job.objective.why_untried = why_untried
         self.ledger = Ledger()
         self.progress = Progress()
+        self._told = ""
         self.own_size = size_of(self.job)
         self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
@@ -154,7 +159,7 @@ class Session:
             warnings.warn(self.apart, RuntimeWarning, stacklevel=3)
         if not spec.is_recorded:  # a script prints while it is tuned, which would break the live line
             self.progress = own_progress()
-            self._guard.callback(self.progress.close)
+            self._guard.callback(lambda: self.progress.close(self._told))
         earlier = detach(spec.model)
         if earlier is not None:
             self._undo.append(partial(attach, spec.model, earlier))
@@ -180,6 +185,15 @@ class Session:
         self.fingerprint = fingerprint(spec.model, spec.optimizer, spec.device, job.data.batches[0])
         if plan is not None:
             plan.check(self.fingerprint)
+        if job.objective.why_untried:
+            self.first_step_fits, job.objective.draws, job.objective.writes_batches = True, True, True
+            self._apply_rules(after_first_step=True)
+        else:
+            self._run_first_step(snapshot)
+        self.tuner = Tuner(self.bench, self.choices)
+
+    def _run_first_step(self, snapshot: Snapshot) -> None:
+        job, ranks = self.job, self.job.spec.ranks
         with self.stage("running a first step"):
             needs_loss = bool(self.request.run_step_arguments)
             fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
@@ -191,7 +205,6 @@ class Session:
             self._apply_rules(after_first_step=True)
         with self.stage("counting FLOPs"):
             job.work(job.data.batches[0])
-        self.tuner = Tuner(self.bench, self.choices)
 
     def pause(self) -> None:
         """Restore the training with the kept candidates on, for its next steps. ``resume`` continues the trials."""
@@ -209,10 +222,11 @@ class Session:
     def _capture(self) -> Snapshot:
         """Return the present state. Until ``close``, optimizers that the state does not contain must not step."""
         spec = self.job.spec
-        state = Snapshot.capture(
-            spec.modules, spec.optimizer, self.loader, spec.code, also=[LoaderPosition(self.loader)]
-        )
-        self._guard.enter_context(state.guarded())
+        # Recorded calls hold the script's own objects where these cannot be copied.
+        code = [*spec.code, self.loader] if spec.is_recorded and isinstance(self.loader, list) else spec.code
+        state = Snapshot.capture(spec.modules, spec.optimizer, self.loader, code, also=[LoaderPosition(self.loader)])
+        if not self.job.objective.why_untried:
+            self._guard.enter_context(state.guarded())
         return state
 
     @contextlib.contextmanager
@@ -256,7 +270,7 @@ class Session:
         """Report the end of all trials, with the gain of the race if there was one."""
         told = f"tuned in {formatting.seconds(self.bench.budget.spent)}"
         log(", ".join([told, *gain_of(gain)]))
-        self.progress.close(f"flatout: {told}")
+        self._told = f"flatout: {told}"
 
     def restore(self, error: BaseException) -> None:
         """Restore everything after an error. The error gets a note if something could not be restored."""

@@ -146,8 +146,11 @@ class Tuner:
 
         Other reasons are a contradicted assumption, and a choice that turns off the required technique.
         """
+        job = self._bench.job
+        if isinstance(technique, StepTechnique) and job.objective.why_untried:
+            raise NotApplicable(job.objective.why_untried)
         with applies_on_all(self._bench.ranks):
-            technique.check(self._bench.job)
+            technique.check(job)
         self._check_assumptions(technique)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
