@@ -251,7 +251,7 @@ def columns_of(cache: CachedDataset | InMemoryLoader) -> list[torch.Tensor]:
     """Return the tensors in which a cache, or a loader over a cache, stores samples. The samples are copies."""
     if isinstance(cache, CachedDataset):
         return cache._table.columns
-    return [part for (part,) in cache._columns()]
+    return [part for (part,) in cache._columns]
 
 
 def begin_row(cached: CachedDataset, row: int) -> None:

@@ -14,7 +14,7 @@ moments (torch/utils/data/dataloader.py, sampler.py):
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,6 +89,19 @@ class OpaqueBatch:
     def behind(self, batch: int) -> Position | None:
         """Return the position after the batch. ``None``: the current position of the order."""
         return self.end
+
+
+def index_lists(span: IndexSpan | OpaqueBatch) -> Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]]:
+    """Yield (span, number of the batch in the span, indices) of each batch."""
+    if isinstance(span, OpaqueBatch):
+        yield span, 1, span.indices
+        return
+    for number in range(span.batches):
+        begin = number * span.count
+        if span.indices is None:
+            yield span, number + 1, list(range(span.first + begin, span.first + begin + span.count))
+        else:
+            yield span, number + 1, span.indices[begin : begin + span.count].tolist()
 
 
 class Order(Protocol):
