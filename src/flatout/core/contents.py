@@ -61,6 +61,7 @@ _LEFT_OUT = (
     *(torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random),
 )
 """Types whose state is not that of a sample."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock)
 _FIXED_MODULES = ("pyarrow.", "pandas.core.indexes.")
 _COPIED: dict[type, Callable[[Any], Any]] = {
     dict: dict,
@@ -258,13 +259,17 @@ class _Without:
 
 
 def nodes_in(
-    *roots: Any, without: Sequence[Any] = (), complain: Callable[[str], object] = lambda why: None
+    *roots: Any,
+    without: Sequence[Any] = (),
+    with_locks: bool = False,
+    complain: Callable[[str], object] = lambda why: None,
 ) -> Iterator[tuple[Any, str]]:
     """Yield the objects that may change and are reachable from ``roots``, nearest first, each with a description.
 
     Args:
         roots: the first objects.
         without: objects that are left out.
+        with_locks: include locks, which are left out otherwise.
         complain: called with a clause for each object whose changes cannot be seen.
     """
     level: list[tuple[Any, str]] = [(root, f"a {type(root).__name__}") for root in roots]
@@ -275,7 +280,7 @@ def nodes_in(
     while level:
         below: list[tuple[Any, str]] = []
         for node, label in level:
-            if id(node) in seen or not _may_change(node):
+            if id(node) in seen or not (_may_change(node) or (with_locks and isinstance(node, _LOCKS))):
                 continue
             seen[id(node)] = node
             if len(seen) > _MOST_NODES:
@@ -285,7 +290,7 @@ def nodes_in(
                 complain(f"{label} is {why}, whose changes cannot be seen")
             yield node, label
             if not why:
-                below += [each for each in _children(node, label) if _may_change(each[0])]
+                below += [e for e in _children(node, label) if _may_change(e[0]) or isinstance(e[0], _LOCKS)]
                 if (kind := type(node)) not in kinds and not is_library(kind.__module__):
                     kinds.add(kind)
                     below.append((_Code.of(kind), label))
@@ -436,6 +441,32 @@ def _lookups_of(node: Any) -> list[tuple[Mapping[str, Any], str, str]]:
             held = vars(owner)
             found += [(held, name, f"attribute {name!r} of {owner.__name__}") for name in names if name in held]
     return found
+
+
+def named_values(kind: type, method: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return what a method of a class and the members that it uses can read.
+
+    Returns:
+        Values of class attributes, globals and closures by their descriptions, and all names in the code. No names if
+        the method is not one of Python.
+    """
+    values: dict[str, Any] = {}
+    used: set[str] = set()
+    for owner, name, text in (
+        _Code.of(kind).members if isinstance(getattr(kind, method, None), types.FunctionType) else ()
+    ):
+        values[text] = vars(owner)[name]
+        for function in _functions_of(vars(owner)[name]):
+            used.update(_names(function.__code__))
+            values |= {description: mapping[each] for mapping, each, description in _lookups_of(function)}
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            values |= {f"{each!r} of a closure": _contents_of_cell(cell) for each, cell in cells}
+    return values, frozenset(used)
+
+
+def is_closed_module(module: str) -> bool:
+    """Return True for modules whose objects hold handles of the process, such as databases."""
+    return module.partition(".")[0] in _OPAQUE_MODULES - {"_thread"}
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
