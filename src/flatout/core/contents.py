@@ -225,9 +225,12 @@ class Contents:
                 yield f"{label} has changed", saved, now
         hashes = list(map(_hash, self._buffers))
         if hashes != self._hashes:
-            for label, before, now in zip(self._buffer_labels, self._hashes, hashes, strict=True):
+            for label, before, now, buffer in zip(
+                self._buffer_labels, self._hashes, hashes, self._buffers, strict=True
+            ):
                 if before != now:
-                    yield f"{label} was written in place", before, now
+                    is_shared = not isinstance(buffer, np.ndarray)  # a number that processes share, or an array of such
+                    yield f"{label} was written in place", *((before, now) if is_shared else (None, None))
         if list(map(_tensor_state, self._tensors)) != self._states:
             yield "a tensor was written in place", None, None
 

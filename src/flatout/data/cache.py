@@ -208,8 +208,10 @@ class CachedDataset(Forwarding, Dataset):
 
     def _still_holds(self, count: int) -> bool:
         """Look for changes before ``count`` samples are taken."""
+        is_new_epoch = self._asked + count > self._table.rows
+        still_holds = self.check() if is_new_epoch else self.check_nearby()
         self._asked += count
-        return self.check() if self._asked > self._table.rows else self.check_nearby()
+        return still_holds
 
     def _holds(self, row: int, sample: Any) -> bool:
         """Return True if a sample that was made again equals the one in memory."""

@@ -15,7 +15,7 @@ from flatout.core.random_state import RandomState
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import TORCHS_SAMPLERS, original_of
 
-_READY = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
+_READY: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
 """Types of iterators over elements that are ready when the epoch begins."""
 _FIXED = (int, float, complex, str, bytes, type(None), torch.Generator, np.random.Generator, types.ModuleType)
 

@@ -343,9 +343,11 @@ def _seeded() -> torch.Generator:
 def _random_block(sampler: RandomSampler) -> _Draw:
     n = len(sampler.data_source)
     size = _RANDINTS if sampler.replacement else n
-    whole, rest = divmod(sampler.num_samples, size)
+    whole = sampler.num_samples // size
 
     def draw(number: int, generator: torch.Generator | None) -> Tensor | None:
+        # torch reads the size of the last block when it draws this block, so a dataset that has grown has one.
+        rest = sampler.num_samples % size
         # torch draws one more block than are whole, even if no index of this block is used. With a generator that the
         # sampler has made, no other code can observe this draw.
         if number > whole or (number == whole and rest == 0 and sampler.generator is None):
