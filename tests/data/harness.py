@@ -232,7 +232,7 @@ class CopyingPrefetcher(Prefetcher):
     def __iter__(self) -> Iterator[Any]:
         if self._ring is None:
             self._ring = _host.Ring(device=-1)
-        iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring))
+        iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring), self.depth)
         self._live.add(iterator)
         return iterator
 

@@ -27,6 +27,8 @@ def why_not_ahead(loader: Any) -> str:
     generator function that reads only numbers, strings and random generators. All other values that its code names may
     change between two batches: attributes, globals, values of closures, and attributes of the dataset.
     """
+    if type(loader).__module__.startswith("flatout.data."):
+        loader = getattr(loader, "loader", loader)
     base = base_of(loader)
     if base is None:
         return ""
