@@ -170,10 +170,13 @@ class Contents:
         try:
             if (
                 self._near == self._near_saved
-                and list(map(len, self._long)) == self._lengths
-                and [tensor._version for tensor in self._near_tensors] == self._versions
-                and [mapping.get(name) for mapping, name in self._near_lookups] == self._near_found
-                and list(map(zlib.crc32, self._near_buffers)) == self._crcs
+                and (not self._long or list(map(len, self._long)) == self._lengths)
+                and (not self._versions or [tensor._version for tensor in self._near_tensors] == self._versions)
+                and (not self._crcs or list(map(zlib.crc32, self._near_buffers)) == self._crcs)
+                and (
+                    not self._near_found
+                    or [mapping.get(name) for mapping, name in self._near_lookups] == self._near_found
+                )
             ):
                 return ""
         except Exception:  # of an element that cannot be compared with the one in its place

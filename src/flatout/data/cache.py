@@ -194,7 +194,9 @@ class CachedDataset(Forwarding, Dataset):
 
     def check_nearby(self) -> bool:
         """Look for changes of the dataset in about 2 microseconds. Return False if samples come from the dataset."""
-        return self._holds_after(None if self._watch is None else self._watch.seen_nearby())
+        if self._watch is not None and (seen := self._watch.seen_nearby()):
+            return self._holds_after(seen)
+        return not self._table.has(self._table.rows)  # the note, as in `given_up`
 
     def _holds_after(self, seen: str | None) -> bool:
         if seen:

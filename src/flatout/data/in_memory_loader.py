@@ -421,9 +421,9 @@ class _InMemoryIterator:
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        if self._lists is None and not self._loader._is_as_before(at_epoch=False):
+        if not self._loader._is_off and not self._loader._is_as_before(at_epoch=False):
             self._gather_again()
-        if self._loader.is_off:
+        if self._loader._is_off:
             return self._read()
         depth, progress = self._loader.depth, self._loader.progress
         while self._left <= depth:
