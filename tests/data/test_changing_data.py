@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import warnings
 
 import numpy as np
@@ -184,3 +185,38 @@ def test_data_that_is_no_longer_tensors_is_read():
     with pytest.warns(UserWarning, match="'dataset'"):
         assert next(iter(loader)).tolist() == [0, 1]
     assert loader.is_off
+
+
+class Opening(Dataset):
+    """Samples that open a file, and depend on an environment variable."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        with open(self.path) as file:
+            file.read(1)
+        return i + len(os.environ.get("SHIFT", ""))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_was_opened_is_watched(tmp_path, workers):
+    path = tmp_path / "file"
+    path.write_text("a")
+    loader = cache_in_memory(DataLoader(Opening(path), 4, num_workers=workers))
+    list(loader)
+    path.write_text("ab")  # no sample differs
+    with pytest.warns(UserWarning, match="file"):
+        list(loader)
+
+
+def test_samples_are_read_again(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a")
+    loader = cache_in_memory(DataLoader(Opening(tmp_path / "file"), 20))
+    assert next(iter(loader)).tolist() == list(range(20))
+    monkeypatch.setenv("SHIFT", "abc")  # nothing that the dataset reaches has changed
+    with pytest.warns(UserWarning, match="read again"):
+        assert next(iter(loader)).tolist() == list(range(3, 23))
