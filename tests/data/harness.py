@@ -232,7 +232,7 @@ class CopyingPrefetcher(Prefetcher):
     def __iter__(self) -> Iterator[Any]:
         if self._ring is None:
             self._ring = _host.Ring(device=-1)
-        iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring))
+        iterator = _Ahead(self, self._source.open(), self.copier(self.device, self.depth, self._ring), self.depth)
         self._live.add(iterator)
         return iterator
 
@@ -251,7 +251,7 @@ def columns_of(cache: CachedDataset | InMemoryLoader) -> list[torch.Tensor]:
     """Return the tensors in which a cache, or a loader over a cache, stores samples. The samples are copies."""
     if isinstance(cache, CachedDataset):
         return cache._table.columns
-    return [part for (part,) in cache._columns()]
+    return [part for (part,) in cache._columns]
 
 
 def begin_row(cached: CachedDataset, row: int) -> None:

@@ -335,11 +335,12 @@ def test_strided_rows(shuffle, road):
 def test_data_on_the_device_is_a_copy():
     data = torch.arange(8)
     loader = on_device(DataLoader(TensorDataset(data), 4))
-    data.zero_()
     (first,), (second,) = loader
     assert torch.cat([first, second]).tolist() == list(range(8))
     first.zero_()  # the user owns the batch
     assert next(iter(loader))[0].tolist() == [0, 1, 2, 3]
+    data.numpy()[:] = 7  # the next epoch copies the data again
+    assert next(iter(loader))[0].tolist() == [7, 7, 7, 7]
 
 
 def test_random_split():

@@ -12,11 +12,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import flatout
 from flatout.data import CachedDataset, InMemoryLoader
+from flatout.data.watch import MOST_READ
 from flatout.report.model import Pace
 from tests.helpers import bits
 from tests.jobs import QUICK, Net, job_of
 from tests.reasons import reasons
 from tests.techniques.harness import candidates, forced, refusal, refused, setup_seconds
+
+EPOCHS = 2
 
 
 class Decoded(Dataset):
@@ -50,18 +53,18 @@ def optimized(data, techniques=None, **options):
 
 def seen(loader):
     torch.manual_seed(3)
-    return [(bits(x), bits(y)) for _ in range(2) for x, y in loader], bits(torch.get_rng_state())
+    return [(bits(x), bits(y)) for _ in range(EPOCHS) for x, y in loader], bits(torch.get_rng_state())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [None, negated])
-def test_the_same_batches_and_nothing_decoded_any_more(collate, workers):
+def test_the_same_batches_and_few_samples_decoded_again(collate, workers):
     data = Decoded()
     run, loader, row = optimized(data, collate_fn=collate, num_workers=workers)
     assert row.chosen == ("cached" if collate is None else "cached samples")
     data.made.zero_()
     ours, our_state = seen(run.loader)
-    assert int(data.made.sum()) == 0
+    assert int(data.made.sum()) <= EPOCHS * MOST_READ
     theirs, their_state = seen(loader)
     assert ours == theirs
     assert our_state == their_state
@@ -74,7 +77,7 @@ def test_workers_are_chosen_over_the_samples_in_memory():
     assert run.plan.decisions["workers"]["num_workers"] == 1
     data.made.zero_()
     ours, _ = seen(run.loader)
-    assert int(data.made.sum()) == 0
+    assert int(data.made.sum()) <= EPOCHS * MOST_READ
     assert ours == seen(loader)[0]
 
 
@@ -117,7 +120,7 @@ def test_candidates():
         data.made.zero_()
         batches = len(list(loader))
         assert batches == len(DataLoader(data, **options))
-        assert int(data.made.sum()) == 0  # every sample was decoded before
+        assert int(data.made.sum()) <= MOST_READ  # every sample was decoded before
         return loader
 
     assert type(made()) is InMemoryLoader

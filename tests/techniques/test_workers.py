@@ -2,6 +2,7 @@
 
 import re
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -75,11 +76,11 @@ def test_an_error_while_tuning_rejects_workers():
     class Breaking(SlowSamples):
         """Dataset that fails in the second epoch, which the tuner reads."""
 
-        reads = 0
+        reads: ClassVar[list[int]] = []
 
         def __getitem__(self, i):
-            self.reads += 1
-            if self.reads > 60:
+            self.reads.append(i)
+            if len(self.reads) > 60:
                 raise OSError("the disk is gone")
             return super().__getitem__(i)
 

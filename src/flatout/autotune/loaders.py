@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from flatout.core.reachable import has_same_objects
 from flatout.data import clone_loader
+from flatout.data.workers_watch import is_off
 
 
 class Drawn(NamedTuple):
@@ -28,16 +28,10 @@ class Drawn(NamedTuple):
 
 
 class _Served(NamedTuple):
-    """Faster loader, and the state of the script's loader that the faster loader was made for."""
+    """Faster loader, and the ``collate_fn`` of the script's loader that the faster loader was made for."""
 
     loader: Iterable[Any]
-    state: dict[str, Any]
-
-
-def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the dataset, its attributes, the batch sampler and ``collate_fn``, which determine the batches."""
-    made_by = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "batch_sampler": loader.batch_sampler}
-    return {f"dataset.{name}": value for name, value in getattr(loader.dataset, "__dict__", {}).items()} | made_by
+    collate_fn: Callable[..., Any]
 
 
 class Loaders:
@@ -60,22 +54,22 @@ class Loaders:
         self._faster.clear()
 
     def serve(self, loader: DataLoader[Any], faster: Iterable[Any]) -> None:
-        """Replace a loader by ``faster`` from its next epoch on, until the script changes the dataset."""
+        """Replace a loader by ``faster`` from its next epoch on, until a change of the dataset turns ``faster`` off."""
         if faster is loader:
             self._faster.pop(loader, None)
             return
         if isinstance(faster, DataLoader) and faster.persistent_workers and not loader.persistent_workers:
             # Persistent workers have one iterator, and the script may iterate the loader twice at once.
             faster = clone_loader(faster, persistent_workers=False)
-        self._faster[loader] = _Served(faster, _state_of(loader))
+        self._faster[loader] = _Served(faster, loader.collate_fn)
 
     def _serving(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(iterate)
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
             if os.getpid() == self._process and (served := self._faster.get(loader)) is not None:
-                if has_same_objects(served.state, _state_of(loader)):
+                if served.collate_fn is loader.collate_fn and not is_off(served.loader):
                     return iter(served.loader)
-                del self._faster[loader]  # the script has changed the dataset
+                del self._faster[loader]
             batches = iterate(loader)
             if isinstance(batches, _BaseDataLoaderIter):
                 self._loaders[batches] = reference = weakref.ref(loader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from flatout.data.order import why_not_ordered
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.samples import NotCacheable, SampleLayout, taken_apart
 from flatout.data.table import Table
+from flatout.data.watch import Watch, files_opened
 
 _CHUNK = 32  # samples that `fill` decodes at a time, at most
 _CHUNKS = 8  # for each worker, at least; with larger chunks, workers would wait longer for the last one
@@ -37,8 +38,14 @@ class CachedDataset(Forwarding, Dataset):
 
     A sample equals ``dataset[index]`` in containers, types and values, and is a new copy. An ``np.memmap`` becomes an
     ``np.ndarray``. Indices that are not integers in ``[0, len)`` are passed to ``dataset``, and errors of ``dataset``
-    are raised unchanged. Reading or setting a public attribute reaches ``dataset``. A later change of ``dataset``, such
-    as another transform, does not change samples that are already decoded.
+    are raised unchanged. Reading or setting a public attribute reaches ``dataset``.
+
+    A later change of ``dataset`` ends the cache. From then on all samples come from ``dataset``, in all processes. The
+    process that made the cache looks for changes. It compares attributes and the length whenever samples are
+    requested. At the start of each epoch it compares everything that Python can reach from ``dataset``, and the files
+    that were opened for samples, and reads some samples again. ``check`` is the start of an epoch, and so is the
+    request of as many samples as there are. Three kinds of changes may be missed: in memory that only a library in C
+    can reach, in other processes, and of large arrays in mid-epoch.
 
     Caching would freeze random augmentation, so random datasets are refused. A dataset counts as random if evaluating
     samples moves a global generator of torch, ``random`` or NumPy, or a generator in its attributes. It also counts as
@@ -56,22 +63,28 @@ class CachedDataset(Forwarding, Dataset):
 
     Attributes:
         dataset: the wrapped dataset.
+        on_change: called with the change, as a clause, when a change ends the cache. None: warn.
+        why_unsure: reason why some changes of ``dataset`` cannot be seen, as a clause; empty if all can.
 
     Raises:
         NotCacheable: the dataset cannot be cached. The message says why. Generators are restored, as on success.
     """
 
-    _OWN = frozenset({"dataset"})
+    _OWN = frozenset({"dataset", "on_change", "why_unsure"})
 
     def __init__(self, dataset: Any, *, byte_budget: int | None = None, force: bool = False) -> None:
         reason = _why_not_dataset(dataset)
         if reason is not None:
             raise NotCacheable(reason)
         self.dataset = dataset
+        self.on_change: Callable[[str], object] | None = None
+        self._watch: Watch | None = None if force else Watch(dataset, self._holds)
+        self.why_unsure = "" if self._watch is None else self._watch.opaque
+        self._asked = 0  # samples that were requested since the last check
         self._force = force
         self._generators: list[Any] | None = generators_in(dataset)
         budget = available_memory() // 4 if byte_budget is None else byte_budget
-        with RandomState.of(self._generators).restored():
+        with RandomState.of(self._generators).restored(), files_opened() as files:
             before = self._random_state()
             (sample,) = _samples(dataset, [0])
             _refuse_moved(before, [0])  # early, as most random datasets draw for the first sample
@@ -80,18 +93,20 @@ class CachedDataset(Forwarding, Dataset):
             self._table.put(0, values)
             if not force:
                 self._look_twice()
+        self._was_read(files)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         row = self._row(index)
-        if row is None or self.given_up is not None:
+        if row is None or not self._still_holds(1):
             return self.dataset[index]
         if self._table.has(row):
             return self._table.take(row)
         before = self._random_state()
         sample = self.dataset[row]
+        self._sample_was_read()
         try:
             self._keep(before, [row], [sample])
         except NotCacheable as reason:
@@ -105,13 +120,14 @@ class CachedDataset(Forwarding, Dataset):
         if not batched:
             return [self[index] for index in indices]
         rows = [row for row in map(self._row, indices) if row is not None]
-        if len(rows) < len(indices) or self.given_up is not None:
+        if len(rows) < len(indices) or not self._still_holds(len(rows)):
             return batched(indices)
         missing = [row for row in dict.fromkeys(rows) if not self._table.has(row)]
         made: dict[Any, Any] = {}
         if missing:
             before = self._random_state()
             samples = batched(missing)
+            self._sample_was_read()
             try:
                 self._keep(before, missing, samples)
             except NotCacheable as reason:
@@ -127,7 +143,8 @@ class CachedDataset(Forwarding, Dataset):
         return self.dataset
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_generators": None}  # searched again in the copy
+        # Generators are searched again in the copy. Only one process looks for changes.
+        return vars(self) | {"_generators": None, "_watch": None, "on_change": None}
 
     @property
     def given_up(self) -> str | None:
@@ -151,14 +168,63 @@ class CachedDataset(Forwarding, Dataset):
         missing = self._table.missing()
         size = min(_CHUNK, max(1, len(missing) // (_CHUNKS * max(1, num_workers))))
         chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
-        with RandomState.capture(self.dataset).restored():
+        if self._watch is not None and not self._holds_after(self._watch.seen_in_contents()):
+            raise NotCacheable(str(self.given_up))
+        with RandomState.capture(self.dataset).restored(), files_opened() as files:
             if num_workers == 0:
                 for chunk in chunks:
                     self._decode(chunk)
             elif chunks:
-                self._decode_in_workers(chunks, num_workers, multiprocessing_context)
+                for opened in self._decoded_in_workers(chunks, num_workers, multiprocessing_context):
+                    files.update(opened)
+        self._was_read(files)
 
-    def _decode_in_workers(self, chunks: list[list[int]], workers: int, context: Any) -> None:
+    def _sample_was_read(self) -> None:
+        if self._watch is not None:
+            self._watch.sample_was_read()
+
+    def _was_read(self, files: set[str]) -> None:
+        if self._watch is not None:
+            self._watch.samples_were_read(files)
+
+    def check(self) -> bool:
+        """Look for changes of the dataset at the start of an epoch. Return False if samples come from the dataset."""
+        self._asked = 0
+        return self._holds_after(None if self._watch is None else self._watch.seen())
+
+    def check_nearby(self) -> bool:
+        """Look for changes of the dataset in about 2 microseconds. Return False if samples come from the dataset."""
+        if self._watch is not None and (seen := self._watch.seen_nearby()):
+            return self._holds_after(seen)
+        return not self._table.has(self._table.rows)  # the note, as in `given_up`
+
+    def _holds_after(self, seen: str | None) -> bool:
+        if seen:
+            self._watch = None
+            if self._table.leave_note(f"the dataset has changed: {seen}"):
+                if self.on_change is None:
+                    warnings.warn(f"samples are not cached any more: {seen}", stacklevel=4)
+                else:
+                    self.on_change(seen)
+        return self.given_up is None
+
+    def _still_holds(self, count: int) -> bool:
+        """Look for changes before ``count`` samples are taken."""
+        is_new_epoch = self._asked + count > self._table.rows
+        still_holds = self.check() if is_new_epoch else self.check_nearby()
+        self._asked += count
+        return still_holds
+
+    def _holds(self, row: int, sample: Any) -> bool:
+        """Return True if a sample that was made again equals the one in memory."""
+        try:
+            layout, values = _taken_apart(row, sample)
+        except NotCacheable:
+            return False
+        return layout == self._table.layout and (not self._table.has(row) or self._table.holds(row, values))
+
+    def _decoded_in_workers(self, chunks: list[list[int]], workers: int, context: Any) -> Iterator[list[str]]:
+        """Decode samples in worker processes, and yield the files that these have opened."""
         loader: DataLoader = DataLoader(
             _Decoding(self),
             batch_size=None,
@@ -168,8 +234,7 @@ class CachedDataset(Forwarding, Dataset):
         )
         decoded = Prefetcher(loader, "cpu")
         try:
-            for _ in decoded:
-                pass
+            yield from decoded
         finally:
             decoded.close()
 
@@ -222,13 +287,15 @@ class CachedDataset(Forwarding, Dataset):
 
 
 class _Decoding(Dataset):
-    """Dataset whose items are ``None``. Fetching an item decodes a chunk of samples into the cache."""
+    """Dataset whose items are lists of opened files. Fetching an item decodes a chunk of samples into the cache."""
 
     def __init__(self, cached: CachedDataset) -> None:
         self._cached = cached
 
-    def __getitem__(self, chunk: list[int]) -> None:
-        self._cached._decode(chunk)
+    def __getitem__(self, chunk: list[int]) -> list[str]:
+        with files_opened() as files:
+            self._cached._decode(chunk)
+        return sorted(files)
 
 
 def cache_in_memory(
@@ -255,7 +322,8 @@ def cache_in_memory(
         threads: gathering threads, as in :class:`InMemoryLoader`.
 
     Returns:
-        A loader that does not read the dataset again.
+        A loader that reads the dataset only to look for changes, as in :class:`CachedDataset`. After a change its
+        batches come from the dataset, as those of ``loader`` do.
 
     Raises:
         NotCacheable: the samples cannot be cached. The message says why. Generators are restored, as on success.
@@ -288,7 +356,9 @@ def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads:
         return map_tensors(lambda _: next(left), skeleton)
 
     made_by = (_gathered, loader, cached)
-    return InMemoryLoader.over(loader, table.columns, assemble, depth=depth, threads=threads, made_by=made_by)
+    return InMemoryLoader.over(
+        loader, table.columns, assemble, depth=depth, threads=threads, made_by=made_by, cached=cached
+    )
 
 
 def _why_not_dataset(dataset: Any) -> str | None:

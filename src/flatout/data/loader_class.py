@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 _BATCHES = frozenset(("__getattribute__", "__iter__", "_auto_collation", "_get_iterator", "_index_sampler"))
 _SETTINGS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}
 _CONTAINERS = (list, dict, set, deque)
+GET_ITERATOR = "_get_iterator"
+"""Attribute of a loader with watched workers (``workers_watch.py``): makes its iterators in place of torch's method."""
 
 
 def overridden(kind: type) -> list[str]:
@@ -83,7 +85,15 @@ def with_base(loader: Any, base: DataLoader) -> Any:
         attributes[name] = with_base(attributes[name], base)
     copied = object.__new__(type(loader))
     vars(copied).update(attributes)
+    share_iterators(base, copied)
     return copied
+
+
+def share_iterators(loader: Any, clone: Any) -> None:
+    """Watch the workers of a clone as those of its loader."""
+    watched = getattr(loader, "__dict__", {}).get(GET_ITERATOR)
+    if watched is not None and isinstance(clone, DataLoader):
+        vars(clone)[GET_ITERATOR] = watched.of(clone)
 
 
 def _inner_of(loader: Any) -> str | None:

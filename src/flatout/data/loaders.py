@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.batches import cloned, tensors_of
 from flatout.core.random_state import RandomState
-from flatout.data.loader_class import base_of, is_plain, why_not_plain, with_base
+from flatout.data.loader_class import base_of, is_plain, share_iterators, why_not_plain, with_base
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
@@ -268,6 +268,7 @@ def clone_loader(loader: Any, **changes: Any) -> Any:
         # DataLoader would make another batch sampler, and lose the user's changes to this one.
         vars(clone)["batch_sampler"] = base.batch_sampler
     vars(clone)[_SEEDS_ONCE] = seeds_workers_once(base)
+    share_iterators(base, clone)
     return with_base(loader, clone)
 
 
@@ -342,15 +343,17 @@ def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0
             moved = state.moved()
     if moved is not None:
         return Randomness(f"a sample draws from {moved}", is_drawn=True)
-    if len(first) != len(second) or not all(map(_same_bits, first, second)):
+    if len(first) != len(second) or not all(map(same_bits, first, second)):
         return Randomness("a sample was made twice, and differs", is_drawn=False)
     return None
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors have the same shape, type and bits. Of sparse tensors the bits are not compared."""
     if left.shape != right.shape or left.dtype != right.dtype or left.layout is not torch.strided:
         return left.shape == right.shape and left.dtype == right.dtype
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))  # NaN equals NaN
+    # NaN equals NaN
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
 def parts_of(loader: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from flatout.data.dataloader_source import DataLoaderSource
 from flatout.data.loaders import seeds_workers_once, unsliced
-from flatout.data.order import IndexSpan, OpaqueBatch, Order
+from flatout.data.order import IndexSpan, OpaqueBatch, Order, index_lists
 from flatout.data.position import Progress
 from flatout.data.seeding import mixed
 from flatout.data.source import Epoch
@@ -181,23 +181,10 @@ class RecordedBatches:
             span = self._order.next_span(asked=True)
             if span is None:
                 raise StopIteration
-            self._lists = _lists(span)
+            self._lists = index_lists(span)
             found = next(self._lists)
         span, number, indices = found
         self._given.append((span, number))
         if self._names is not None and isinstance(span, IndexSpan):
             indices = [self._names[place] for place in indices]
         return indices if self._is_batched else indices[0]
-
-
-def _lists(span: IndexSpan | OpaqueBatch) -> Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]]:
-    """Yield (span, number of the batch in the span, indices) of each batch."""
-    if isinstance(span, OpaqueBatch):
-        yield span, 1, span.indices
-        return
-    for number in range(span.batches):
-        begin = number * span.count
-        if span.indices is None:
-            yield span, number + 1, list(range(span.first + begin, span.first + begin + span.count))
-        else:
-            yield span, number + 1, span.indices[begin : begin + span.count].tolist()

@@ -14,7 +14,7 @@ moments (torch/utils/data/dataloader.py, sampler.py):
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,6 +89,19 @@ class OpaqueBatch:
     def behind(self, batch: int) -> Position | None:
         """Return the position after the batch. ``None``: the current position of the order."""
         return self.end
+
+
+def index_lists(span: IndexSpan | OpaqueBatch) -> Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]]:
+    """Yield (span, number of the batch in the span, indices) of each batch."""
+    if isinstance(span, OpaqueBatch):
+        yield span, 1, span.indices
+        return
+    for number in range(span.batches):
+        begin = number * span.count
+        if span.indices is None:
+            yield span, number + 1, list(range(span.first + begin, span.first + begin + span.count))
+        else:
+            yield span, number + 1, span.indices[begin : begin + span.count].tolist()
 
 
 class Order(Protocol):
@@ -330,9 +343,11 @@ def _seeded() -> torch.Generator:
 def _random_block(sampler: RandomSampler) -> _Draw:
     n = len(sampler.data_source)
     size = _RANDINTS if sampler.replacement else n
-    whole, rest = divmod(sampler.num_samples, size)
+    whole = sampler.num_samples // size
 
     def draw(number: int, generator: torch.Generator | None) -> Tensor | None:
+        # torch reads the size of the last block when it draws this block, so a dataset that has grown has one.
+        rest = sampler.num_samples % size
         # torch draws one more block than are whole, even if no index of this block is used. With a generator that the
         # sampler has made, no other code can observe this draw.
         if number > whole or (number == whole and rest == 0 and sampler.generator is None):

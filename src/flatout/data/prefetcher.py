@@ -16,6 +16,7 @@ import torch
 
 from flatout.core.batches import cloned, map_tensors, move_object
 from flatout.data.exit_gate import opened
+from flatout.data.feedback import why_not_ahead
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.order import BatchShare
@@ -31,7 +32,8 @@ class Prefetcher(Forwarding):
     On a CUDA device a native thread copies host batches into reused pinned memory. From there they are copied to the
     device on a separate stream, while the current step computes. ``iter`` and ``next`` of ``loader`` are called in
     order, up to ``depth`` batches early, on the thread that iterates the prefetcher. So with ``num_workers=0`` the
-    dataset's code runs on the same thread as without a prefetcher. On a CPU device batches are passed on unchanged,
+    dataset's code runs on the same thread as without a prefetcher. A sampler that may read results of the training is
+    not called early (:func:`flatout.data.feedback.why_not_ahead`). On a CPU device batches are passed on unchanged,
     because :class:`InMemoryLoader` and worker processes already work ahead.
 
     An exception of ``loader`` is raised as the same object, after the batches that precede it. From a worker process of
@@ -101,7 +103,7 @@ class Prefetcher(Forwarding):
             fresh, transforms = self._source.is_fresh, self.transform is not None
             copier = make_copier(self.device, self.depth, self._ring, fresh=fresh, transforms=transforms)
             epoch = self._source.open(None if self._ring is None else self._ring.device)
-            iterator = _Ahead(self, epoch, copier)
+            iterator = _Ahead(self, epoch, copier, depth=0 if why_not_ahead(self.loader) else self.depth)
         self._live.add(iterator)
         return iterator
 
@@ -246,8 +248,9 @@ class _Entry:
 class _Ahead(_PassThrough):
     """One epoch on a device, ``depth`` batches ahead."""
 
-    def __init__(self, prefetcher: Prefetcher, epoch: Epoch, copier: Copier) -> None:
+    def __init__(self, prefetcher: Prefetcher, epoch: Epoch, copier: Copier, depth: int) -> None:
         super().__init__(prefetcher, epoch)
+        self._depth = depth
         self._copier = copier
         self._queue: deque[_Entry] = deque()
         self._exhausted = False
@@ -288,7 +291,7 @@ class _Ahead(_PassThrough):
 
     def _top_up(self, epoch: Epoch, queue: deque[_Entry]) -> None:
         """Start copies until ``depth`` batches are ahead of the batch that is about to be yielded."""
-        while len(queue) <= self._prefetcher.depth and not self._exhausted:
+        while len(queue) <= self._depth and not self._exhausted:
             if queue and (queue[-1].error is not None or queue[-1].copy is None):
                 return  # no batch after an exception is fetched before the user has seen the exception
             try:

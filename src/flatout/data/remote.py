@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing.connection
+import os
 import pickle
 import signal
+import stat
 import sys
 import weakref
 from collections.abc import Callable
@@ -34,9 +37,11 @@ class RemoteTraceback(Exception):
 
 
 class InWorker:
-    """``worker_init_fn`` with which exceptions of the worker keep their arguments and causes.
+    """``worker_init_fn`` for open files that are the worker's own, and for whole exceptions.
 
-    torch keeps only the type of an exception, and passes the traceback as the only argument.
+    Processes that are forked share the position in a file that was open before. Each worker opens such files again if
+    they are only read. torch keeps only the type of an exception, and passes the traceback as the only argument. Here
+    exceptions keep their arguments and causes.
 
     Args:
         users: the user's own ``worker_init_fn``, which is called afterwards.
@@ -47,8 +52,31 @@ class InWorker:
 
     def __call__(self, worker: int) -> None:
         torch.utils.data._utils.worker.ExceptionWrapper = _WholeException  # type: ignore[misc]
+        if sys.platform == "linux":
+            open_files_again()
         if self._users is not None:
             self._users(worker)
+
+
+def open_files_again() -> None:
+    """Give this process a position of its own in each regular file that is open for reading only.
+
+    Raises:
+        OSError: a file cannot be opened again.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            mode = os.fstat(descriptor).st_mode
+            access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if stat.S_ISREG(mode) and access == os.O_RDONLY:
+            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.lseek(again, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(again, descriptor, inheritable=os.get_inheritable(descriptor))
+            finally:
+                os.close(again)
 
 
 class _WholeException(ExceptionWrapper):

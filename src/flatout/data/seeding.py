@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, 
 from flatout.core.random_state import RandomState, generators_in
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, randomness_of, set_epoch, unsliced
+from flatout.data.remote import InWorker
 from flatout.data.slices import slices_of
 
 
@@ -182,8 +183,10 @@ def with_workers(loader: Any, settings: Mapping[str, Any]) -> Any:
     """
     base: Any = base_of(loader)
     copied = () if is_seeded(base) or not settings["num_workers"] else generators_in((base.dataset, base.collate_fn))
-    init = {"worker_init_fn": SeededWorker(base)} if copied else {}
-    return clone_loader(loader, **init, **settings)
+    init: Any = SeededWorker(base) if copied else base.worker_init_fn
+    if settings["num_workers"]:
+        init = InWorker(init)
+    return clone_loader(loader, worker_init_fn=init, **settings)
 
 
 class SeededCollate:

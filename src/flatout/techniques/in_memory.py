@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from flatout.core.breaks import Breaks
+from flatout.core.contents import Contents
 from flatout.data import (
     CachedDataset,
     InMemoryLoader,
@@ -20,6 +23,8 @@ from flatout.data import (
 )
 from flatout.data.in_memory_loader import why_not_collated
 from flatout.data.loader_class import is_plain, why_not_plain
+from flatout.data.workers_watch import check_epochs
+from flatout.guards.samples_fixed import SamplesFixed
 from flatout.techniques.base import LoaderTechnique, NotApplicable
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.candidate import LoaderCandidate
@@ -27,6 +32,9 @@ from flatout.techniques.candidate import LoaderCandidate
 if TYPE_CHECKING:
     from flatout.report.model import Pace
     from flatout.training.job import Job
+
+WATCH_SHARE, FEWEST_WATCH_SECONDS = 0.01, 1e-3
+"""Largest share of an epoch that looking for changes may take, and seconds that are always allowed."""
 
 
 @dataclass
@@ -36,7 +44,9 @@ class InMemorySource:
     label: str
     loader: DataLoader[Any]
     build: Callable[[DataLoader[Any]], InMemoryLoader | DataLoader[Any]]
+    breaks: Breaks
     value: Any = True
+    reason: str = ""
 
     def make(self) -> InMemoryLoader | DataLoader[Any]:
         """Build the loader. Caching decodes every sample once.
@@ -45,9 +55,15 @@ class InMemorySource:
             NotApplicable: a sample is random, ragged or too large to store, or a worker failed.
         """
         try:
-            return self.build(self.loader)
+            made = self.build(self.loader)
         except (NotCacheable, WorkerError) as error:
             raise NotApplicable(str(error)) from error
+        on_change = functools.partial(SamplesFixed.broken, self.breaks, InMemory.name)
+        if isinstance(made, InMemoryLoader):
+            made.report_change(on_change)
+        else:
+            made.dataset.on_change = on_change  # type: ignore[attr-defined]
+        return made
 
 
 def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -59,7 +75,7 @@ def collated_from_memory(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     samples = CachedDataset(loader.dataset)
     samples.fill(num_workers=loader.num_workers, multiprocessing_context=loader.multiprocessing_context)
-    return clone_loader(loader, dataset=samples)
+    return check_epochs(clone_loader(loader, dataset=samples))
 
 
 class InMemory(LoaderTechnique):
@@ -71,7 +87,7 @@ class InMemory(LoaderTechnique):
 
     When it helps: a DataLoader spends 5 to 50 microseconds of Python on every sample, of any size. When it hurts: it
     takes the memory of the decoded data. A dataset that draws random numbers is left alone, because random augmentation
-    must not be frozen.
+    must not be frozen. A dataset that the script could change without being seen is kept only if it is forced.
 
     Source: `pytest benchmarks/data_path.py --full` for "2 to 200x", by the size of a sample, on 2 cores of an AMD EPYC.
     """
@@ -81,6 +97,7 @@ class InMemory(LoaderTechnique):
     title = "data in memory"
     expected = "2 to 200× for loading"
     values = "True, 'device'"
+    assumes = (SamplesFixed(),)
     rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
@@ -100,14 +117,19 @@ class InMemory(LoaderTechnique):
             raise NotApplicable("worker_init_fn runs in worker processes only, and may change what they load")
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[LoaderCandidate]:
-        """Return loaders that gather tensors, on the GPU if possible, or a cache of other data."""
-        assert isinstance(job.data.loader, DataLoader)
-        if why_not_in_memory(job.data.loader) is None:
-            gathered = InMemorySource("gathered", job.data.loader, InMemoryLoader)
-            return [_on_device(job), gathered] if job.spec.device.type == "cuda" else [gathered]
-        if why_not_collated(job.data.loader) is None:
-            return [InMemorySource("cached", job.data.loader, cache_in_memory)]
-        return [InMemorySource("cached samples", job.data.loader, collated_from_memory)]
+        """Return loaders that gather tensors, on the GPU if possible, or a cache of other data.
+
+        Raises:
+            NotApplicable: the dataset could change without being seen.
+        """
+        candidates = _sources(job)
+        if why_not_in_memory(job.data.loader) is not None and (seen := _why_unsure(job, pace)):
+            raise NotApplicable(SamplesFixed.reason(seen))
+        return candidates
+
+    def found(self, candidate: InMemorySource) -> str:
+        """Return how changes of the data are seen."""
+        return candidate.reason
 
     def accepts(self, value: Any) -> bool:
         """Accept True or ``"device"``."""
@@ -122,14 +144,43 @@ class InMemory(LoaderTechnique):
 
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
         """Return the candidate. For "device", tensors are copied to the device once and gathered there."""
-        return _on_device(job) if value == "device" else self.candidates(job)[-1]
+        return _on_device(job) if value == "device" else _sources(job)[-1]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if the user's loader is already an ``InMemoryLoader``."""
         return value is True and isinstance(job.data.loader, InMemoryLoader)
 
 
+def _sources(job: Job) -> list[InMemorySource]:
+    loader, breaks = job.data.loader, job.breaks
+    assert isinstance(loader, DataLoader)
+    if why_not_in_memory(loader) is None:
+        reason = "changes are seen by versions of the tensors"
+        gathered = InMemorySource("gathered", loader, InMemoryLoader, breaks, reason=reason)
+        return [_on_device(job), gathered] if job.spec.device.type == "cuda" else [gathered]
+    reason = "changes are seen by hashes of what the dataset holds, and by samples that are read again in each epoch"
+    if why_not_collated(loader) is None:
+        return [InMemorySource("cached", loader, cache_in_memory, breaks, reason=reason)]
+    return [InMemorySource("cached samples", loader, collated_from_memory, breaks, reason=reason)]
+
+
 def _on_device(job: Job) -> InMemorySource:
     assert isinstance(job.data.loader, DataLoader)
     build = functools.partial(InMemoryLoader, device=job.spec.device)
-    return InMemorySource("on the device", job.data.loader, build, value="device")
+    reason = "changes are seen by versions and hashes of the tensors"
+    return InMemorySource("on the device", job.data.loader, build, job.breaks, value="device", reason=reason)
+
+
+def _why_unsure(job: Job, pace: Pace | None) -> str:
+    """Return what of the dataset could change without being seen, or only at a considerable price."""
+    loader = job.data.loader
+    assert isinstance(loader, DataLoader)
+    contents = Contents(loader.dataset)
+    if contents.opaque or pace is None:
+        return contents.opaque
+    begun = time.perf_counter()
+    contents.changed()
+    seconds, epoch = time.perf_counter() - begun, len(loader) * pace.step_ms / 1e3
+    if seconds <= WATCH_SHARE * epoch or seconds < FEWEST_WATCH_SECONDS:
+        return ""
+    return f"looking for changes of it takes {1e3 * seconds:.0f} ms of an epoch of {1e3 * epoch:.0f} ms"

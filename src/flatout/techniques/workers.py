@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from flatout.core.breaks import Breaks
 from flatout.core.machine import own_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
-from flatout.data.seeding import with_workers
+from flatout.data.seeding import is_seeded, with_workers
 from flatout.data.tuning import SECONDS
+from flatout.data.workers_watch import watch_workers
+from flatout.guards.order_fixed import OrderFixed
+from flatout.guards.samples_portable import SamplesPortable
+from flatout.guards.samples_steady import SamplesSteady
 from flatout.techniques.base import Effect, NotApplicable, NothingBetter, SparingTechnique
 from flatout.techniques.candidate import LoaderCandidate
 
@@ -32,18 +38,23 @@ class WorkerSource:
     Args:
         loader: loader with a base (``base_of``).
         settings: arguments of ``DataLoader``.
+        breaks: receives a change of the dataset that ends the workers.
         reason: sentence of ``tune`` about the settings.
     """
 
-    def __init__(self, loader: Any, settings: Mapping[str, Any], reason: str = "") -> None:
+    def __init__(self, loader: Any, settings: Mapping[str, Any], breaks: Breaks, reason: str = "") -> None:
         self.value = {**_settings(_base(clone_loader(loader, **settings))), **settings}
         self.reason = reason
         self._loader = loader
+        self._breaks = breaks
         self.label = _label(self.value)
 
     def make(self) -> Any:
         """Build the loader."""
-        return with_workers(self._loader, self.value)
+        made = with_workers(self._loader, self.value)
+        if not self.value["num_workers"]:
+            return made
+        return watch_workers(made, functools.partial(SamplesSteady.broken, self._breaks, Workers.name))
 
 
 class Workers(SparingTechnique):
@@ -67,6 +78,7 @@ class Workers(SparingTechnique):
     number = 2
     title = "loader workers"
     expected = "20–50 %"
+    assumes = (OrderFixed(), SamplesPortable(), SamplesSteady())
     values = f"a number of workers, a dict of num_workers and others of {', '.join(_SETTINGS)}"
     rationale = "batches are made while the step runs, by as many worker processes as pay"
     reseeds = (
@@ -134,12 +146,14 @@ class Workers(SparingTechnique):
         if base.num_workers:
             numbers.append(0)
         sources = [
-            WorkerSource(loader, {**settings, "num_workers": n} if n else {"num_workers": 0}, reason)
+            WorkerSource(loader, {**settings, "num_workers": n} if n else {"num_workers": 0}, job.breaks, reason)
             for n in dict.fromkeys(numbers)
         ]
         others = [source for source in sources if source.value != _settings(base)]
         if not others:
             raise NothingBetter(reason)
+        if any(source.value["num_workers"] for source in others):
+            _compare_workers(job)
         return others
 
     def found(self, candidate: WorkerSource) -> str:
@@ -171,7 +185,13 @@ class Workers(SparingTechnique):
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
         """Return the candidate for a number of workers, or for a dict of ``DataLoader``'s arguments about workers."""
         settings = value if isinstance(value, Mapping) else {"num_workers": value}
-        return WorkerSource(_loader_of(job), settings if settings["num_workers"] else {"num_workers": 0})
+        return WorkerSource(_loader_of(job), settings if settings["num_workers"] else {"num_workers": 0}, job.breaks)
+
+    def forced(self, job: Job, value: Any) -> LoaderCandidate:
+        """Return the candidate for a value, if two workers make the same samples as this process."""
+        candidate = super().forced(job, value)
+        _compare_workers(job)
+        return candidate
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if the loader already has these settings. Gathering from memory counts as 0 workers."""
@@ -181,6 +201,15 @@ class Workers(SparingTechnique):
         base = base_of(job.data.loader)
         loader = job.data.loader if base is None else base
         return settings == {name: getattr(loader, name, 0) for name in settings}
+
+
+def _compare_workers(job: Job) -> None:
+    """Raise ``NotApplicable`` if two workers do not make the same samples as this process."""
+    base = base_of(job.data.loader)
+    if base is None or base.num_workers or job.data.randomness is not None or is_seeded(base):
+        return
+    if seen := SamplesPortable.differs(base):
+        raise NotApplicable(SamplesPortable.reason(seen))
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:

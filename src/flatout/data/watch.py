@@ -1,0 +1,160 @@
+"""Watch over a dataset whose samples are kept in memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from flatout.core.contents import Contents
+from flatout.core.random_state import RandomState
+
+SHARE = 0.01
+"""Share of an epoch's time that the checks at its start may take."""
+FIRST_SECONDS = 0.1
+"""Seconds for the checks before an epoch has been timed."""
+LEAST_READ, MOST_READ = 2, 16
+"""Numbers of samples that are read again at the start of each epoch."""
+
+_opened: list[set[str]] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _opened and isinstance(arguments[0], (str, bytes)):
+        with suppress(ValueError, OSError):  # the working directory does not exist any more
+            _opened[-1].add(os.path.abspath(os.fsdecode(arguments[0])))
+
+
+_is_auditing = False
+
+
+@contextmanager
+def files_opened() -> Iterator[set[str]]:
+    """Collect the paths of the files that Python opens in this block. Libraries in C may open others."""
+    global _is_auditing
+    if not _is_auditing:
+        sys.addaudithook(_audit)
+        _is_auditing = True
+    paths: set[str] = set()
+    _opened.append(paths)
+    try:
+        yield paths
+    finally:
+        _opened.remove(paths)
+
+
+class Watch:
+    """Comparison of a dataset with its state at the time of the call, in little time.
+
+    Args:
+        dataset: a dataset of which no sample is in memory yet.
+        holds: function of an index and a new sample that returns False if another sample is in memory.
+    """
+
+    def __init__(self, dataset: Any, holds: Callable[[int, Any], bool]) -> None:
+        self._dataset = dataset
+        self._holds = holds
+        self._process = os.getpid()
+        self._length = len(dataset)
+        self._files: dict[str, tuple[int, ...]] = {}
+        self._begun: float | None = None
+        self._was_read = False  # since contents were compared as a whole
+        self._contents = Contents(dataset)
+
+    @property
+    def opaque(self) -> str:
+        """What can change without being seen, as a clause; empty without such an object."""
+        return self._contents.opaque
+
+    def samples_were_read(self, files: Iterable[str]) -> None:
+        """Ignore changes that reading samples has made, as of counters and caches, and watch the files it has opened.
+
+        Args:
+            files: paths.
+        """
+        if self._contents.changed():
+            self._contents.ignore_changes()
+        self._was_read = False
+        states = {path: _state_of(path) for path in files if path not in self._files}
+        self._files |= {path: state for path, state in states.items() if state is not None}
+
+    def sample_was_read(self) -> None:
+        """Ignore changes that reading a sample has made, as ``samples_were_read`` does, but in less time."""
+        self._was_read = True
+        if self._contents.changed_nearby():
+            self._contents.ignore_changes()
+
+    def seen_nearby(self) -> str:
+        """Return a change that is seen in about 2 microseconds, as a clause. Empty if there is none."""
+        if os.getpid() != self._process:  # this process has a copy of the dataset
+            return ""
+        try:
+            if len(self._dataset) != self._length:
+                return "the length of the dataset has changed"
+        except Exception as error:
+            return f"the length of the dataset raises {type(error).__name__}"
+        return self._contents.changed_nearby()
+
+    def seen(self) -> str:
+        """Return a change of contents, files or samples, as a clause. Call this at the start of an epoch.
+
+        All contents are compared. Files are compared and samples read again in random choices, which together take at
+        most ``SHARE`` of the last epoch, but at least ``LEAST_READ`` samples.
+        """
+        if os.getpid() != self._process:
+            return ""
+        now = time.perf_counter()
+        seconds = FIRST_SECONDS if self._begun is None else SHARE * (now - self._begun)
+        self._begun = now
+        return self.seen_in_contents() or self._changed_file(now + seconds / 2) or self._read(now + seconds)
+
+    def seen_in_contents(self) -> str:
+        """Return a change of the contents, as a clause."""
+        if os.getpid() != self._process:
+            return ""
+        if self._was_read and not self.seen_nearby():
+            self.samples_were_read(())
+        return self.seen_nearby() or self._contents.changed()
+
+    def _changed_file(self, deadline: float) -> str:
+        files = list(self._files.items())
+        first = _choice.randrange(len(files)) if files else 0
+        for number, (path, state) in enumerate(files[first:] + files[:first]):
+            if number % 64 == 63 and time.perf_counter() > deadline:
+                break
+            if _state_of(path) != state:
+                return f"file {path} has changed"
+        return ""
+
+    def _read(self, deadline: float) -> str:
+        """Read some samples again, and compare them with those in memory."""
+        with RandomState.capture(self._dataset).restored():
+            for number in range(min(MOST_READ, self._length)):
+                if number >= LEAST_READ and time.perf_counter() > deadline:
+                    break
+                index = _choice.randrange(self._length)
+                try:
+                    is_same = self._holds(index, self._dataset[index])
+                except Exception as error:  # of the user's code
+                    return f"reading sample {index} raises {type(error).__name__}"
+                if not is_same:
+                    return f"sample {index} was read again, and differs"
+        if self._contents.changed_nearby():
+            self._contents.ignore_changes()
+        return ""
+
+
+_choice = random.Random()
+"""Generator of its own, so that the script's random numbers are the same."""
+
+
+def _state_of(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
