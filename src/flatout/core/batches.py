@@ -336,6 +336,15 @@ def resized(batch: Any, samples: int) -> Any:
         return None
 
 
+def thinned(batch: Any, samples: int) -> Any:
+    """Return a batch of ``samples`` of the samples of ``batch``, evenly spread. None if ``batch`` cannot be split."""
+    count = batch_size_of(batch)
+    try:
+        return _picked(batch, [i * count // samples for i in range(samples)])
+    except _Whole:
+        return None
+
+
 def _picked(batch: Any, index: slice | list[int]) -> Any:
     """Return some samples of a batch.
 
