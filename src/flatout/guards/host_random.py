@@ -15,6 +15,7 @@ class HostRandom(Guard):
 
     name = "host_random"
     statement = "the step draws random numbers from torch's generators only"
+    is_observed = True
 
     def contradiction(self, job: Job) -> str:
         """Return the generator that the first step moved."""

@@ -15,6 +15,7 @@ class PythonState(Guard):
 
     name = "python_state"
     statement = "the step keeps nothing in Python"
+    is_observed = True
 
     def contradiction(self, job: Job) -> str:
         """Return the attribute, container or variable that steps so far have changed."""

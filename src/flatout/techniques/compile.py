@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from flatout.guards import HostRandom, PythonState
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
@@ -287,6 +288,7 @@ class Compile(StepTechnique):
     rationale = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
     effect = "reseeded"
+    assumes = (HostRandom(), PythonState())
     values = f"True, {', '.join(map(repr, MODES))}"
     optimistic_gain = 1.5
 

@@ -14,6 +14,7 @@ from flatout.core import formatting
 from flatout.core.batches import tensors_of
 from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
+from flatout.guards import HostRandom, PythonState
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique
 from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature
 from flatout.techniques.candidate import Candidate
@@ -240,6 +241,7 @@ class TorchScript(StepTechnique):
         "torch 2.11, so a later torch may no longer have it"
     )
     effect = "reseeded"
+    assumes = (HostRandom(), PythonState())
     values = "True, 'script', 'trace'"
     checks_evaluation = True
     optimistic_gain = 1.5

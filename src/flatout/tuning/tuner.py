@@ -159,7 +159,7 @@ class Tuner:
 
         Each experiment runs once. Its result holds until the end of the tuning.
         """
-        if guard.name not in self._contradictions:
+        if guard.is_observed or guard.name not in self._contradictions:
             bench = self._bench
             try:
                 with applies_on_all(bench.ranks):
@@ -208,6 +208,7 @@ class Tuner:
         if technique.goal != "memory":  # whole batches may not fit yet
             warm_up_forced(bench, candidate)
         bench.rewind()
+        self._check_assumptions(technique)  # the first steps may have shown more
         # The warm-up may have settled the candidate's label and value.
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 
