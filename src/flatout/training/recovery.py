@@ -69,7 +69,7 @@ class Recovery:
         """
         stepper, begun, failure = self._stepper, self._begin(), ""
         try:
-            parts = self._micro.parts(batch)
+            parts = stepper.parts(batch)
         except BaseException:
             begun.random.restore()
             raise
