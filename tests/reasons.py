@@ -87,6 +87,7 @@ PATTERNS: dict[str, str] = {
     "memory-of-parameters": "Parameters that are trained take .*, gradients as much",
     "more-workers-than-needed": "workers? (is|are) more than that takes",
     "more-workers-than-supported": "more than this machine can serve",
+    "nested-tensors": "the batches hold nested tensors",
     "no-attention": "no step calls torch's fused attention",
     "no-compiler": r"needs a C(\+\+)? compiler, and there is no",
     "no-convolutions": r"no (2-d )?convolutions?\b",

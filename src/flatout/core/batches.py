@@ -242,6 +242,11 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
         others.append(batch)
 
 
+def sizes_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor as numbers. All sizes of a nested tensor except the first are -1, as they vary."""
+    return (tensor.size(0), *[-1] * (tensor.dim() - 1)) if tensor.is_nested else tuple(tensor.shape)
+
+
 def batch_size_of(batch: Any) -> int:
     """Return the number of samples in ``batch``.
 

@@ -19,7 +19,15 @@ from torch.utils import _pytree as pytree
 from flatout.guards import HostRandom, PythonState
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
+from flatout.techniques.calls import (
+    PLAIN_VALUES,
+    CallCandidate,
+    RoutedCall,
+    Signature,
+    comes_compiled,
+    signature,
+    why_sizes_vary,
+)
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels
 
@@ -298,7 +306,7 @@ class Compile(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Require a module that is not compiled or scripted yet, and a machine that supports ``torch.compile``."""
-        reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device)
+        reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device) or why_sizes_vary(job)
         if reason:
             raise NotApplicable(reason)
 
