@@ -36,10 +36,12 @@ class Signature(NamedTuple):
     Attributes:
         kind: everything except sizes: structure, dtypes, devices, memory formats, other values, autocast, gradients.
         shapes: the shape of every tensor.
+        has_graph: True if a tensor requires a gradient.
     """
 
     kind: Hashable
     shapes: tuple[tuple[int, ...], ...]
+    has_graph: bool
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -62,7 +64,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         for device in {t.device.type for t in tensors}
     )
     kind = (torch.is_grad_enabled(), structure, described, autocast)
-    return Signature(kind, tuple(map(sizes_of, tensors)))
+    return Signature(kind, tuple(map(sizes_of, tensors)), any(t.requires_grad for t in tensors))
 
 
 def _layout(tensor: Tensor) -> Hashable:
