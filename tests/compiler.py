@@ -40,6 +40,6 @@ class Compiler:
 
         return run
 
-    def compile(self, call: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
-        self.modes.append(mode)
+    def compile(self, call: Callable[..., Any], mode: str = "", backend: Any = None) -> Callable[..., Any]:
+        self.modes.append(mode or backend.mode)
         return self._compile(call, backend=self.backend)

@@ -81,9 +81,10 @@ def optimize(
         loss_fn: ``(model(x), y) -> scalar``. Not needed if the model's output has ``.loss``, or for your own loop.
         compute_loss: ``(model, batch) -> scalar``, for batches that ``loss_fn`` does not fit. The function may remove
             entries from its batch and write to the tensors, because it receives a copy.
-        loss_weight: ``(batch) -> weight``, as a number or a 0-dim tensor. Needed if the loss is not a mean over
-            samples. For a mean over tokens, for example, pass ``lambda batch: (batch["labels"] != -100).sum()``. Called
-            if a batch is computed in parts, or by several ranks.
+        loss_weight: ``(batch) -> weight`` of the loss, as a number or a 0-dim tensor. Needed if the loss is not a mean
+            over samples. For a mean over tokens, for example, pass ``lambda batch: (batch["labels"] != -100).sum()``.
+            The weight counts for parts of a batch, for the batches of an update (``accumulate``), for several ranks,
+            and in ``run.evaluate``. A batch of weight 0 does not count.
         scheduler: a learning-rate scheduler, stepped once per update.
         device: device of the training. The default is the rank's GPU under ``torchrun``, else the model's GPU, else the
             current GPU, else the CPU.
@@ -101,7 +102,7 @@ def optimize(
             samples.
         memory_limit: limit in bytes of parameters, gradients, optimizer state and the peak memory of a step. The
             default is nine tenths of the device's memory.
-        accumulate: batches per update.
+        accumulate: batches per update, which uses the mean of their gradients, weighted by ``loss_weight`` if given.
         max_grad_norm: limit to which the global gradient norm is clipped. The default is no clipping.
         deterministic: True for bit-reproducible training, as with :func:`flatout.reproducible`. Then only bit-identical
             techniques are chosen by timing, and the report shows the cost in speed. While ``flatout.reproducible`` is

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.core.batches import objects_of, tensors_of
+from flatout.core.batches import objects_of, sizes_of, tensors_of
 from flatout.core.described import Described
 from flatout.core.files import is_special
 from flatout.core.formatting import first_line
@@ -241,7 +241,7 @@ def fingerprint(
         "optimizer": updated_by,
     }
     if batch is not None:
-        tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(batch)]
+        tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(sizes_of(t))}" for t in tensors_of(batch)]
         found["batch"] = ", ".join([*tensors, *(type(leaf).__qualname__ for leaf in objects_of(batch))])
     return found
 

@@ -380,7 +380,7 @@ class Run(Resumable, Described):
             metrics: functions ``(outputs, batch) -> mean over the batch`` by name, with the model's outputs.
 
         Returns:
-            ``loss`` and every metric, weighted by samples.
+            ``loss``, weighted by ``loss_weight`` if ``optimize`` has one, and every metric, weighted by samples.
 
         Raises:
             ValueError: the loader yielded no batch, or ranks have different metrics.

@@ -75,18 +75,22 @@ def ended(run: flatout.Run) -> None:
     run.undo()
 
 
-def in_one_process(model: nn.Module, loader: Any, loss_fn: Any = cross_entropy) -> dict[str, float]:
-    """Return means over a loader, weighted by samples, for the model of rank 0."""
-    totals, samples = {"loss": 0.0, "accuracy": 0.0}, 0
+def in_one_process(
+    model: nn.Module, loader: Any, loss_fn: Any = cross_entropy, loss_weight: Any = None
+) -> dict[str, float]:
+    """Return means over a loader for the model of rank 0: the loss by ``loss_weight``, else by samples."""
+    totals, weights = {"loss": 0.0, "accuracy": 0.0}, {"loss": 0.0, "accuracy": 0.0}
     model.eval()
     with torch.no_grad():
         for x, y in loader:
             output = model(x)
-            totals["loss"] += len(x) * loss_fn(output, y).item()
-            totals["accuracy"] += len(x) * accuracy(output, (x, y)).item()
-            samples += len(x)
+            weight = len(x) if loss_weight is None else float(loss_weight((x, y)))
+            pairs = {"loss": (weight, loss_fn(output, y)), "accuracy": (len(x), accuracy(output, (x, y)))}
+            for name, (factor, value) in pairs.items():
+                totals[name] += factor * value.item()
+                weights[name] += factor
     model.train()
-    return {name: total / samples for name, total in totals.items()}
+    return {name: total / weights[name] for name, total in totals.items()}
 
 
 def assert_same_on_all(found: dict[str, float], expected: dict[str, float]) -> None:
@@ -120,7 +124,7 @@ def each_rank_computes_its_slice(samples: int, loss: str, shuffle: bool, workers
     torch.manual_seed(0)  # the order of rank 0
     for values in found:
         assert_same_on_all(
-            values, in_one_process(run.model, DataLoader(Seen(samples), BATCH, shuffle=shuffle), loss_fn)
+            values, in_one_process(run.model, DataLoader(Seen(samples), BATCH, shuffle=shuffle), loss_fn, loss_weight)
         )
     ended(run)
 
@@ -175,7 +179,8 @@ def fit_evaluates() -> None:
 
 
 def a_failure_on_one_rank_ends_the_evaluation(loss: str) -> None:
-    run = run_of(loss_weight=len if loss == "weighted" else None)
+    loss_weight = (lambda batch: len(batch[1])) if loss == "weighted" else None
+    run = run_of(loss_weight=loss_weight)
 
     def fails(output: Tensor, batch: Any) -> Tensor:
         if dist.get_rank() == 1:

@@ -315,7 +315,7 @@ def test_outputs_that_the_next_call_overwrites_are_copied(monkeypatch):
     def replay(x):
         return {"out": static.copy_(x[:, :2])}
 
-    monkeypatch.setattr(torch, "compile", lambda call, mode: replay)
+    monkeypatch.setattr(torch, "compile", lambda call, **how: replay)
     model, x = nn.Linear(4, 2), torch.randn(8, 4)
     with forced("compile", "max-autotune", job_of(model, device="cuda", inference=True)):
         first = model(x)["out"]
@@ -432,7 +432,7 @@ def test_a_backward_that_cannot_be_compiled_falls_back_where_the_call_can_still_
         model(torch.randn(8, 4)).sum().backward()
         candidate.end_warmup()
         broken.append(True)
-        other = torch.randn(8, 4, requires_grad=True)
+        other = torch.randn(8, 3, 4)
         with pytest.warns(RuntimeWarning, match=r"torch\.compile"):
             repeat(RELEARN_AFTER + 1, lambda: model(other).sum().backward())
         assert candidate.stopped
@@ -474,7 +474,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_code_that_is_compiled_is_that_of_the_plain_step(loss, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda call, mode: call)
+    monkeypatch.setattr(torch, "compile", lambda call, **how: call)
     model = Net().eval()
     job = trained_job(model=model, **{"compute_loss": None, **LOSSES[loss]()})
     expected = step(job_of(copy.deepcopy(model), **{"compute_loss": None, **LOSSES[loss]()}), BATCH)
@@ -723,7 +723,7 @@ def test_a_tag_of_the_users_own_is_added_to_and_comes_back(monkeypatch):
         tags.append(config.cache_key_tag)
         return x
 
-    monkeypatch.setattr(torch, "compile", lambda call, mode: compiled)
+    monkeypatch.setattr(torch, "compile", lambda call, **how: compiled)
     model = nn.Linear(4, 2)
     with forced("compile", True, job_of(model)), config.patch(cache_key_tag="mine"):
         model(torch.ones(8, 4))

@@ -247,6 +247,11 @@ def _collect(batch: Any, found: list[Tensor], others: list[Any]) -> None:
         others.append(batch)
 
 
+def sizes_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor as numbers. All sizes of a nested tensor except the first are -1, as they vary."""
+    return (tensor.size(0), *[-1] * (tensor.dim() - 1)) if tensor.is_nested else tuple(tensor.shape)
+
+
 def batch_size_of(batch: Any) -> int:
     """Return the number of samples in ``batch``.
 
@@ -337,6 +342,15 @@ def resized(batch: Any, samples: int) -> Any:
         if samples <= count:
             return _picked(batch, slice(0, samples))
         return _picked(batch, [i % count for i in range(samples)])
+    except _Whole:
+        return None
+
+
+def thinned(batch: Any, samples: int) -> Any:
+    """Return a batch of ``samples`` of the samples of ``batch``, evenly spread. None if ``batch`` cannot be split."""
+    count = batch_size_of(batch)
+    try:
+        return _picked(batch, [i * count // samples for i in range(samples)])
     except _Whole:
         return None
 

@@ -7,6 +7,7 @@ and compilation the module stays the same. A copy or pickle is a plain object of
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import threading
 import weakref
@@ -109,3 +110,21 @@ def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
         if above.__bases__[-1:] == (cls,):
             above.__bases__ = cls.__bases__
             return
+
+
+@contextlib.contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Remove flatout's changes from an instance inside the block: its class, and the replacement of its call.
+
+    Attributes that the block adds to the module and its parts are removed, such as those of TorchScript.
+    """
+    made, module.__class__ = type(module), users_class(type(module))
+    call = vars(module).pop("_compiled_call_impl", None)
+    names = [(vars(m), set(vars(m))) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for values, before in names:
+            for name in values.keys() - before:
+                del values[name]
+        module.__class__, module._compiled_call_impl = made, call

@@ -337,10 +337,10 @@ class GradientSync:
         if buffers:
             dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
 
-    def relative(self, weight: Tensor) -> Tensor:
-        """Return a weight relative to its mean over all ranks, 0-dim, or 1 if all weights are 0."""
+    def relative(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean of a weight over all ranks, and the weight relative to it, or 1 if all weights are 0."""
         mean = self.mean(weight)
-        return torch.where(mean == 0, torch.ones_like(mean), weight / mean)
+        return mean, torch.where(mean == 0, torch.ones_like(mean), weight / mean)
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a tensor over all ranks, without a wait of the host for a CUDA device."""

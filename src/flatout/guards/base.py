@@ -22,10 +22,13 @@ class Guard(ABC):
     Attributes:
         name: key in reports, plans and tests.
         statement: the assumption as a clause that follows "it assumes that".
+        is_observed: True if ``contradiction`` only reads what the steps so far have shown. The tuner then asks again
+            after more steps.
     """
 
     name: ClassVar[str]
     statement: ClassVar[str]
+    is_observed: ClassVar[bool] = False
 
     @abstractmethod
     def contradiction(self, job: Job) -> str:

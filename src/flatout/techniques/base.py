@@ -166,6 +166,10 @@ class Measured(Technique):
         """Return the seconds until a candidate's first timed step, for example for a cold compilation."""
         return 0.0
 
+    def assumed(self, job: Job, value: Any = None) -> Sequence[Guard]:
+        """Return the guards of ``assumes`` that count for ``techniques={name: value}``; None stands for no choice."""
+        return self.assumes
+
     def found(self, candidate: Any) -> str:
         """Return the findings of the search for a candidate, for the row; empty without a search."""
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.core.batches import batch_size_of, resized, to_device
@@ -20,6 +20,7 @@ from flatout.data.loaders import (
 )
 from flatout.data.seeding import is_seeded
 from flatout.distributed.process_group import group_size
+from flatout.guards import Guard, MeanOverSamples
 from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique
 from flatout.techniques.candidate import Candidate, ResizingCandidate
 from flatout.training.autocast import autocast_dtype
@@ -122,7 +123,13 @@ class BatchSize(SizeTechnique):
     rationale = "so many samples at once are the fastest that memory holds"
     effect = "reseeded"
     scope = "epoch"
+    assumes = (MeanOverSamples(),)
     values = "{'micro_batch': SAMPLES} (optimize(batch_size=...) changes the samples of an update)"
+
+    def assumed(self, job: Job, value: Any = None) -> Sequence[Guard]:
+        """Return the guards if batches may be computed in parts."""
+        in_parts = value.get("micro_batch") is not None if isinstance(value, Mapping) else not job.spec.resizes
+        return self.assumes if in_parts else ()
 
     def check(self, job: Job) -> None:
         """Require ``run.step`` and batches that can be split."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatout.core import formatting
+from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.candidate import Candidate
@@ -35,10 +36,12 @@ class Signature(NamedTuple):
     Attributes:
         kind: everything except sizes: structure, dtypes, devices, memory formats, other values, autocast, gradients.
         shapes: the shape of every tensor.
+        has_graph: True if a tensor requires a gradient.
     """
 
     kind: Hashable
     shapes: tuple[tuple[int, ...], ...]
+    has_graph: bool
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -61,11 +64,13 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         for device in {t.device.type for t in tensors}
     )
     kind = (torch.is_grad_enabled(), structure, described, autocast)
-    return Signature(kind, tuple(tuple(t.shape) for t in tensors))
+    return Signature(kind, tuple(map(sizes_of, tensors)), any(t.requires_grad for t in tensors))
 
 
 def _layout(tensor: Tensor) -> Hashable:
     """Return the memory format of a tensor, or its strides if it has no format."""
+    if tensor.is_nested:
+        return tensor.layout
     if tensor.is_contiguous():
         return torch.contiguous_format
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -165,6 +170,12 @@ class CallCandidate(Candidate):
         """End the learning of new inputs. From now on, only inputs of the trial take the fast form."""
         if self.call is not None:
             self.call.learning = False
+
+
+def why_sizes_vary(job: Job) -> str:
+    """Return the reason why no code for fixed sizes can serve the trial's batches; empty if there is none."""
+    is_nested = any(tensor.is_nested for batch in job.data.batches for tensor in tensors_within(batch))
+    return "the batches hold nested tensors, whose sizes differ from batch to batch" if is_nested else ""
 
 
 def routed_calls(job: Job) -> list[RoutedCall]:

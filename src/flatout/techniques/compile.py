@@ -15,12 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from flatout.core.breaks import Breaks
+from flatout.guards import FirstOrder, HostRandom, PythonState
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.calls import PLAIN_VALUES, CallCandidate, RoutedCall, Signature, comes_compiled, signature
+from flatout.techniques.calls import (
+    PLAIN_VALUES,
+    CallCandidate,
+    RoutedCall,
+    Signature,
+    comes_compiled,
+    signature,
+    why_sizes_vary,
+)
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels
+from flatout.techniques.second_order import attach, check
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -64,6 +76,8 @@ class CompiledCall(RoutedCall):
         compiled: the compiled call.
         modules: modules whose train or eval modes are part of the key.
         reuses_outputs: True if the next call overwrites its outputs, so that copies are returned.
+        breaks: receives the report if a gradient is differentiated again. None if this cannot happen: flatout runs the
+            backward, or there is none.
     """
 
     title = "torch.compile"
@@ -75,8 +89,11 @@ class CompiledCall(RoutedCall):
         modules: Sequence[nn.Module],
         *,
         reuses_outputs: bool = False,
+        breaks: Breaks | None = None,
     ) -> None:
         super().__init__(plain)
+        self._breaks = breaks
+        self._hooks: Hooks | None = None
         self._compiled: Callable[..., Any] | None = compiled
         self._modules = modules
         self._reuses_outputs = reuses_outputs
@@ -87,6 +104,12 @@ class CompiledCall(RoutedCall):
         self._recompilations = 0
 
     def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        if self.learning:
+            self._hooks = None
+        elif self._hooks is not None and self._hooks.differ():
+            return None
         call = signature(args, kwargs)
         call = call._replace(kind=(tuple([m.training for m in self._modules]), call.kind))
         if self.learning:
@@ -105,6 +128,8 @@ class CompiledCall(RoutedCall):
         """Count plain calls, and learn one kind of call that training uses often, from its next call on."""
         if self._plain is None or not (torch.is_grad_enabled() or self._serves_inference):
             return
+        if self._breaks is not None and call.has_graph:
+            return  # inputs that require gradients are often differentiated twice
         self._plain[call.kind] += 1
         if self._plain[call.kind] == RELEARN_AFTER:
             self._learn(call)
@@ -120,7 +145,14 @@ class CompiledCall(RoutedCall):
             if kernels != TORCHS_ATTENTION:
                 stack.enter_context(_cached_for(kernels))
             output = self._call(args, kwargs)
-        if _compilations() != before and not self.learning:
+        is_new = _compilations() != before
+        if is_new or self._hooks is None:
+            self._hooks = Hooks(self._modules)
+        if self._breaks is not None and torch.is_grad_enabled():
+            attach(output, self._plainly, self._modules, args, kwargs, self._differentiate_again)
+            if is_new:
+                check(output, args, kwargs)
+        if is_new and not self.learning:
             if self._expected:
                 self._expected -= 1
             else:
@@ -141,10 +173,60 @@ class CompiledCall(RoutedCall):
                 output = self._compiled(*args, **kwargs)
         return pytree.tree_map_only(Tensor, torch.clone, output) if self._reuses_outputs else output
 
+    def _differentiate_again(self) -> None:
+        """Use the plain call from now on, because a gradient was differentiated again."""
+        assert self._breaks is not None
+        self.failure = FirstOrder.reason("a backward with create_graph=True has begun")
+        self._end()
+        if not self.learning:
+            FirstOrder.broken(self._breaks, Compile.name, "a backward with create_graph=True has begun")
+
     def _give_up(self, reason: str) -> None:
+        self._end()
+        super()._give_up(reason)
+
+    def _end(self) -> None:
         self._compiled = None
         self._known.clear()
-        super()._give_up(reason)
+
+
+class Hooks:
+    """Hooks of modules at the time of a compilation, which compiled code contains. Later hooks would never run.
+
+    Args:
+        modules: the compiled modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        here = nn.modules.module
+        tables = [here._global_forward_hooks, here._global_forward_pre_hooks]
+        tables += [here._global_backward_hooks, here._global_backward_pre_hooks]
+        for module in (part for root in modules for part in root.modules()):
+            tables += [module._forward_hooks, module._forward_pre_hooks]
+            tables += [module._backward_hooks, module._backward_pre_hooks]
+        self._tables = [(table, list(table.values())) for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._registered = RemovableHandle.next_id
+        self._are_added = False
+
+    def differ(self) -> bool:
+        """Return True while a hook was added or removed. torch counts registrations, so that this takes 1 us."""
+        if self._are_added or self._registered != RemovableHandle.next_id:
+            self._registered = RemovableHandle.next_id
+            self._are_added = any(self._empty)
+        return self._are_added or any(list(table.values()) != hooks for table, hooks in self._tables)
+
+
+class _Inductor(torch._TorchCompileInductorWrapper):
+    """Inductor whose backward keeps the tensors of the forward, so that a graph may be retained."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__(mode, None, None)
+        self.mode = mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return super().__call__(*args, **kwargs)
 
 
 class _Shapes:
@@ -244,11 +326,12 @@ def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
 class CompiledModel(CallCandidate):
     """Model compiled in one of torch's modes."""
 
-    def __init__(self, model: nn.Module, mode: str = "default") -> None:
+    def __init__(self, model: nn.Module, mode: str = "default", breaks: Breaks | None = None) -> None:
         self.label = self.value = mode
-        compiled = torch.compile(_model_entry(model), mode=mode)
-        reuses_outputs = mode in WITH_CUDA_GRAPHS
-        super().__init__(model, CompiledCall(model._call_impl, compiled, [model], reuses_outputs=reuses_outputs))
+        how: dict[str, Any] = {"mode": mode} if breaks is None else {"backend": _Inductor(mode)}
+        compiled = torch.compile(_model_entry(model), **how)
+        reuses = mode in WITH_CUDA_GRAPHS
+        super().__init__(model, CompiledCall(model._call_impl, compiled, [model], reuses_outputs=reuses, breaks=breaks))
 
 
 class CompiledLoss(CallCandidate):
@@ -287,6 +370,7 @@ class Compile(StepTechnique):
     rationale = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
     effect = "reseeded"
+    assumes = (HostRandom(), PythonState(), FirstOrder())
     values = f"True, {', '.join(map(repr, MODES))}"
     optimistic_gain = 1.5
 
@@ -296,7 +380,7 @@ class Compile(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Require a module that is not compiled or scripted yet, and a machine that supports ``torch.compile``."""
-        reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device)
+        reason = comes_compiled(job.spec.model) or why_no_compiler(job.spec.device) or why_sizes_vary(job)
         if reason:
             raise NotApplicable(reason)
 
@@ -333,7 +417,9 @@ class Compile(StepTechnique):
 
 
 def _candidate(job: Job, mode: str) -> Candidate:
-    return CompiledLoss(job, mode) if _compiles_loss(job) else CompiledModel(job.spec.model, mode)
+    if _compiles_loss(job):
+        return CompiledLoss(job, mode)
+    return CompiledModel(job.spec.model, mode, None if job.spec.inference or mode in WITH_CUDA_GRAPHS else job.breaks)
 
 
 def _compiles_loss(job: Job) -> bool:

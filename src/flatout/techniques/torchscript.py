@@ -14,8 +14,9 @@ from flatout.core import formatting
 from flatout.core.batches import tensors_of
 from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
+from flatout.guards import HostRandom, PythonState
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique
-from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature
+from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature, why_sizes_vary
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.compile import CompiledCall, why_no_compiler
 from flatout.techniques.torchscript_forms import FORMS, ScriptForm, TakenOver, TraceForm
@@ -240,6 +241,7 @@ class TorchScript(StepTechnique):
         "torch 2.11, so a later torch may no longer have it"
     )
     effect = "reseeded"
+    assumes = (HostRandom(), PythonState())
     values = "True, 'script', 'trace'"
     checks_evaluation = True
     optimistic_gain = 1.5
@@ -250,7 +252,7 @@ class TorchScript(StepTechnique):
 
     def check(self, job: Job) -> None:
         """Require a module that is not compiled yet, and ``run.step`` or inference, whose calls ``optimize`` knows."""
-        reason = comes_compiled(job.spec.model)
+        reason = comes_compiled(job.spec.model) or why_sizes_vary(job)
         if reason:
             raise NotApplicable(reason)
         if any(isinstance(call, CompiledCall) for call in routed_calls(job)):

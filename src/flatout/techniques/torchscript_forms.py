@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatout.core.batches import tensors_of
-from flatout.core.instance_class import users_class
+from flatout.core.instance_class import as_written
 
 
 class TakenOver:
@@ -71,7 +71,7 @@ class ScriptForm:
     """Scripted module, whose modes follow those of the original module."""
 
     def __init__(self, module: nn.Module) -> None:
-        with _as_the_user_wrote_it(module):
+        with as_written(module):
             self._scripted = torch.jit.script(module)
         scripted = dict(self._scripted.named_modules(remove_duplicate=False))
         named = module.named_modules(remove_duplicate=False)
@@ -113,7 +113,7 @@ class TraceForm:
             said = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
             torch.jit.TracerWarning.ignore_lib_warnings()  # torch's own code warns about its checks of sizes
-            stack.enter_context(_as_the_user_wrote_it(self._module))
+            stack.enter_context(as_written(self._module))
             for device in devices:  # autocast would make 16-bit weights constants of the trace
                 stack.enter_context(torch.autocast(device, enabled=False))
             traced = torch.jit.trace(
@@ -134,24 +134,6 @@ class TraceForm:
 
 
 FORMS: Mapping[str, Callable[[nn.Module], ScriptForm | TraceForm]] = {"script": ScriptForm, "trace": TraceForm}
-
-
-@contextlib.contextmanager
-def _as_the_user_wrote_it(module: nn.Module) -> Iterator[None]:
-    """Remove flatout's changes from an instance inside the block, because TorchScript cannot read them.
-
-    Attributes that TorchScript adds are removed after the block.
-    """
-    made, module.__class__ = type(module), users_class(type(module))
-    call = vars(module).pop("_compiled_call_impl", None)
-    names = [(vars(m), set(vars(m))) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for values, before in names:
-            for name in values.keys() - before:
-                del values[name]
-        module.__class__, module._compiled_call_impl = made, call
 
 
 def _sentence(message: object) -> str:

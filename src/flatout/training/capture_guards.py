@@ -201,7 +201,7 @@ def _schedule_of(scaler: torch.amp.GradScaler) -> tuple[float, float, int]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
 def _is_on_device(value: Any) -> bool:
@@ -233,7 +233,7 @@ _VALUES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 def _signed(value: Any, device: str, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
     if kind is Tensor:
-        if value.device.type != device or value.requires_grad or value.layout is not torch.strided:
+        if value.device.type != device or value.requires_grad or not _is_plain(value):
             raise _Unsuited
         tensors.append(value)
         return value.shape, value.stride(), value.dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from flatout.core.batches import tensors_within
+from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.breaks import Breaks
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import Randomness, randomness_of
@@ -38,7 +38,7 @@ class JobData:
     @property
     def varies(self) -> bool:
         """True if ``batches`` have several shapes."""
-        return len({tuple(t.shape for t in tensors_within(batch)) for batch in self.batches}) > 1
+        return len({tuple(map(sizes_of, tensors_within(batch))) for batch in self.batches}) > 1
 
     @cached_property
     def randomness(self) -> Randomness | None:

@@ -26,6 +26,7 @@ def state_dict(stepper: Stepper) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
         "pending": stepper.pending,
         "gradients": [p.grad for p in _parameters(spec)] if stepper.pending else [],
+        "weights": stepper.pending_weights if stepper.pending else None,
     }
 
 
@@ -57,6 +58,8 @@ def load_state_dict(stepper: Stepper, state: dict[str, Any]) -> None:
     if stepper.scaler is not None and state["scaler"] is not None:
         stepper.scaler.load_state_dict(state["scaler"])
     stepper.pending = state["pending"]
+    weights = state.get("weights")  # checkpoints of earlier versions have none
+    stepper.pending_weights = None if weights is None else (weights[0].to(spec.device), weights[1].to(spec.device))
     if stepper.pending:
         for p, gradient in zip(parameters, state["gradients"], strict=True):
             p.grad = None if gradient is None else gradient.to(p.device)

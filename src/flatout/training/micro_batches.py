@@ -50,7 +50,8 @@ class MicroBatches:
 
     The loss of each part is multiplied by its share. Up to rounding, the gradients equal the gradients of the whole
     batch under two conditions. First, the loss is a mean or a known sum over samples, or ``Spec.loss_weight`` gives the
-    weights. Second, samples do not depend on each other, as they do in BatchNorm. Buffers are updated once, by the mean
+    weights. Second, samples do not depend on each other, as they do in BatchNorm. Batches are only split after
+    ``why_parts_differ`` has shown both on a batch. Buffers are updated once, by the mean
     over the parts weighted by samples.
 
     Attributes:
@@ -90,11 +91,8 @@ class MicroBatches:
             differences: observed differences, in addition to known ones.
         """
         known = ["BatchNorm normalizes each part by itself"] if self.sees_parts else []
-        result = "with the same result"
-        if not self.weighs_right:
-            result += " if the loss is a mean over samples (else give optimize() a loss_weight)"
         told = ", and ".join([*known, *differences])
-        return f"{result}, except that {told}" if told else result
+        return f"with the same result, except that {told}" if told else "with the same result"
 
     def parts(self, batch: Any) -> list[Part]:
         """Return the parts of a batch. A batch that is small enough, or cannot be split, is the only part."""

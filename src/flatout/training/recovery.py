@@ -14,6 +14,7 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.training.autocast import autocast_dtype
+from flatout.training.equal_parts import STATEMENT, why_parts_differ
 from flatout.training.micro_batches import Part, part_sizes
 from flatout.training.step_checkpoint import StepCheckpoint, aside
 from flatout.training.stepper import PhaseOf, Stepper, as_range
@@ -33,9 +34,10 @@ class Recovery:
     Before a step, only the positions of the generators, the versions of buffers, and the versions of accumulated
     gradients are recorded, because this is cheap. Buffers are copied only after a failed step.
 
-    Batches that cannot be split (see ``flatout.data.split``), and gradients that hooks use during the backward, raise
-    an error with the reason. One case is not detected. A weight in several ``torch.utils.checkpoint`` calls with
-    ``use_reentrant=True`` may have half of a batch's gradient, in addition to earlier accumulated gradients.
+    Before the first repetition, parts of a batch that fits are compared with this batch as a whole. An error gives the
+    reason if they differ, if a batch cannot be split (see ``flatout.data.split``), or if hooks use gradients during the
+    backward. One case is not detected. A weight in several ``torch.utils.checkpoint`` calls with ``use_reentrant=True``
+    may have half of a batch's gradient, in addition to earlier accumulated gradients.
 
     Args:
         stepper: runs the steps, with an optimizer.
@@ -45,6 +47,8 @@ class Recovery:
         self._stepper = stepper
         self._micro = stepper.micro_batches
         self._told_of_update = False
+        self._difference: str | None = None
+        """Difference between a batch in parts and the whole batch; None before the first step in parts."""
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Tensor:
         """Run ``Stepper.step`` with recovery.
@@ -65,7 +69,7 @@ class Recovery:
         """
         stepper, begun, failure = self._stepper, self._begin(), ""
         try:
-            parts = self._micro.parts(batch)
+            parts = stepper.parts(batch)
         except BaseException:
             begun.random.restore()
             raise
@@ -175,16 +179,20 @@ class Recovery:
     ) -> Tensor:
         """Run ``_in_parts`` on a part that has failed as a whole."""
         size = part.samples
-        whole = begun.undo()
+        whole, moved = begun.undo(), begun.buffers_that_moved()
         self._free_memory()
         if size == 1 or split(part.batch, [1, size - 1]) is None:
             self._fail(
                 failure, "a single sample does not fit" if size == 1 else "the batch cannot be taken apart", height
             )
-        begun.random.restore()
         self._micro.size = max(part_sizes(size, -(-size // 2)))
+        if self._difference is None:
+            self._difference = why_parts_differ(self._stepper, part.batch, -(-size // 2))
+        if self._difference:
+            self._fail(failure, f"parts of it assume that {STATEMENT}, but {self._difference}", height)
+        begun.random.restore()
         with aside(whole):
-            return self._in_parts(self._parts_of(part), phase, begun.buffers_that_moved(), height)
+            return self._in_parts(self._parts_of(part), phase, moved, height)
 
     def _parts_of(self, part: Part) -> list[Part]:
         """Return the parts of a part of a batch."""

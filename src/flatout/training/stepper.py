@@ -48,11 +48,16 @@ class StepRunner(Protocol):
         """Free memory that is only kept for later steps."""
 
 
-def _weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """Return ``loss * weight``, and 0 for weight 0, even if the loss is NaN. Its backward reaches all parameters."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0, loss * weight).to(loss.dtype)
     return loss * weight if weight else (loss * 0).nan_to_num()
+
+
+def _inverse(count: int | Tensor) -> float | Tensor:
+    """Return 1 / count, and 0 for a tensor of 0: all batches of the update have weight 0, and gradients of 0."""
+    return torch.where(count == 0, 0.0, 1.0 / count) if isinstance(count, Tensor) else 1.0 / count
 
 
 class BatchLoss:
@@ -114,6 +119,9 @@ class Stepper:
         notes: the numbers of all ranks, by rank, from the last batch.
         pending: number of batches whose gradients wait for the next update.
         last_loss: loss of the last pending batch, or None if no batch is pending.
+        pending_weights: unit and sum of the weights of the pending batches by ``Spec.loss_weight``. The sum is relative
+            to the unit, the weight of the first batch, so that gradients keep their size. None if an update is a mean
+            over its batches.
     """
 
     def __init__(self, spec: Spec, objective: Objective) -> None:
@@ -130,6 +138,9 @@ class Stepper:
         self.notes: list[list[float]] = [[]]
         self.pending = 0
         self.last_loss: Tensor | None = None
+        self.pending_weights: tuple[Tensor, Tensor] | None = None
+        self._weight_of_all: Tensor | None = None
+        self._batch_weight: Tensor | None = None
         self._averaged = False
         self._is_synchronized = False
         self._scaler: GradScaler | None = None
@@ -180,20 +191,40 @@ class Stepper:
         """
         if self.sync is None:
             return
+        self._weight_of_all = None
         if share is not None and batch_size_of(batch) != max(share.own, 1):
             share = None  # not the loader's last batch
         ranks, own = self.spec.ranks.size, 1 if share is None else share.own
         if self.spec.loss_weight is not None:
-            weight = self.micro_batches.weight_of(batch) if own else 0.0
-            if not isinstance(weight, Tensor):  # a copy from the host would wait for the device
-                weight = torch.full((), float(weight), device=self.spec.device)
-            self.weight = self.sync.relative(weight.to(self.spec.device, torch.float32))
+            self._weight_of_all, self.weight = self.sync.relative(
+                self._on_device(self._loss_weight(batch) if own else 0)
+            )
         elif share is None:
             self.weight = 1.0
         elif self.micro_batches.sums_losses:
             self.weight = float(ranks if own else 0)
         else:
             self.weight = own * ranks / share.total
+
+    def _loss_weight(self, batch: Any) -> float | Tensor:
+        return self.micro_batches.weight_of(batch)
+
+    def _on_device(self, weight: float | Tensor) -> Tensor:
+        if not isinstance(weight, Tensor):  # a copy from the host would wait for the device
+            return torch.full((), float(weight), device=self.spec.device)
+        return weight.detach().to(self.spec.device, torch.float32)
+
+    def parts(self, batch: Any) -> list[Part]:
+        """Return the parts of the next batch, and set its weight in the update."""
+        if self.pending == 0:
+            self.pending_weights = None
+        self._batch_weight, of_all = None, self._weight_of_all
+        self._weight_of_all = None
+        if self.accumulate > 1 and self.spec.loss_weight is not None and not self.micro_batches.sums_losses:
+            # Trial steps of several ranks have no weight that all ranks know.
+            weight = self._on_device(self._loss_weight(batch)) if self.sync is None else of_all
+            self._batch_weight = torch.ones((), device=self.spec.device) if weight is None else weight
+        return self.micro_batches.parts(batch)
 
     def step(self, batch: Any, phase: PhaseOf = as_range) -> Any:
         """Run forward, backward and, after ``accumulate`` batches, the update.
@@ -209,7 +240,7 @@ class Stepper:
         if self.spec.inference:
             with phase("forward"):
                 return self.objective.infer(batch)
-        return self.step_in_parts(self.micro_batches.parts(batch), phase)
+        return self.step_in_parts(self.parts(batch), phase)
 
     def step_in_parts(self, parts: Sequence[Part], phase: PhaseOf = as_range) -> Tensor:
         """Run ``step`` on a batch that ``micro_batches`` has split."""
@@ -319,16 +350,30 @@ class Stepper:
         elif share != 1:
             loss = loss * share
         if isinstance(self.weight, Tensor) or self.weight != 1:
-            loss = _weighted(loss, self.weight)
+            loss = weighted(loss, self.weight)
         return loss
 
     def _backward(self, loss: Tensor) -> None:
+        if self._batch_weight is not None:
+            loss = weighted(loss, self._batch_weight / self._unit)
         (loss if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
 
     def count_batch(self, loss: Tensor) -> None:
         """Count a batch whose gradients are complete, with its loss."""
+        if self._batch_weight is not None:
+            unit = self._unit
+            total = self._batch_weight / unit
+            self.pending_weights = unit, total if self.pending_weights is None else self.pending_weights[1] + total
         self.pending += 1
         self.last_loss = loss
+
+    @property
+    def _unit(self) -> Tensor:
+        """Unit of the weights of the present update: the first batch's weight, or 1 if this weight is 0."""
+        if self.pending_weights is not None:
+            return self.pending_weights[0]
+        assert self._batch_weight is not None
+        return torch.where(self._batch_weight == 0, 1.0, self._batch_weight)
 
     @property
     def is_due(self) -> bool:
@@ -336,7 +381,7 @@ class Stepper:
         return self.pending == self.accumulate
 
     def flush(self, phase: PhaseOf = as_range) -> bool:
-        """Update with the mean of the gradients of all pending batches.
+        """Update with the mean of the gradients of all pending batches, weighted by ``Spec.loss_weight`` if given.
 
         Args:
             phase: entered for the update.
@@ -377,20 +422,25 @@ class Stepper:
         return self._guard
 
     def _update(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        max_norm = self.spec.max_grad_norm
+        max_norm, count = self.spec.max_grad_norm, self._batches_in_update(batches)
         if self.scaler is not None:
-            # at an epoch's end the remaining batches share the whole weight
-            if batches < self.accumulate and not self._averaged:
+            # The backward has divided by ``accumulate``.
+            if (isinstance(count, Tensor) or count < self.accumulate) and not self._averaged:
                 grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-                torch._foreach_mul_(grads, self.accumulate / batches)
+                torch._foreach_mul_(grads, self.accumulate * _inverse(count))
                 self._averaged = True
             # The lazy form moves 4 bytes per parameter less, even without clipping.
             self.scaler.step(optimizer, max_grad_norm=math.inf if max_norm is None else max_norm)
             self.scaler.update()
         else:
-            is_mean = batches == 1 or self._averaged or self.spec.is_recorded  # a script divides its losses
-            inv_scale = None if is_mean else 1.0 / batches
-            update(optimizer, inv_scale=inv_scale, max_grad_norm=max_norm)
+            # A script divides its losses.
+            is_mean = (not isinstance(count, Tensor) and count == 1) or self._averaged or self.spec.is_recorded
+            inv_scale = None if is_mean else _inverse(count)
+            update(optimizer, inv_scale=inv_scale, max_grad_norm=max_norm, skip_nonfinite=False)
+
+    def _batches_in_update(self, batches: int) -> int | Tensor:
+        """Return the divisor of the sum of the pending gradients."""
+        return batches if self.pending_weights is None else self.pending_weights[1]
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
+from flatout.core import formatting
 from flatout.data.loaders import length_of
+from flatout.guards import MeanOverSamples
 from flatout.techniques import REGISTRY, StepTechnique
-from flatout.techniques.batch_size import BatchCandidate, size_of
+from flatout.techniques.batch_size import BatchCandidate, largest_batch, size_of
 from flatout.training.batch_size_change import BatchSizeChange
 from flatout.training.learning_rate import ScaledSchedule
 from flatout.tuning.bench import Bench
 from flatout.tuning.choices import BATCH_SIZE, Choices
-from flatout.tuning.size_trials import parts_that_fit
+from flatout.tuning.size_trials import memory_limit, parts_that_fit
 from flatout.tuning.tuner import Tuner
+
+PARTS_ARE_EQUAL = MeanOverSamples()
 
 
 def apply_batch_size(
@@ -34,7 +38,7 @@ def apply_batch_size(
 
     Raises:
         ValueError: the batch size cannot be applied.
-        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be split.
+        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be computed in parts.
     """
     job = bench.job
     memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
@@ -59,6 +63,11 @@ def apply_batch_size(
     except torch.OutOfMemoryError as error:
         failure = error
     bench.rewind()
+    if failure is None and parts is not None and (reason := tuner.contradiction(PARTS_ARE_EQUAL)):
+        whole = formatting.size_of(int(memory_limit(job)))
+        failure = torch.OutOfMemoryError(
+            f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
+        )
     if failure is None:
         _impose_parts(parts, tuner, bench)
         return
@@ -87,6 +96,8 @@ def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
         return False
     finally:
         bench.rewind()
+    if parts is not None and tuner.contradiction(PARTS_ARE_EQUAL):
+        return False
     tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
     _impose_parts(parts, tuner, bench)
     return True

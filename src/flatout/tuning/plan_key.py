@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from flatout.core.batches import objects_of, tensors_within
+from flatout.core.batches import objects_of, sizes_of, tensors_within
 from flatout.core.machine import cpu_name, text_of, usable_cores
 from flatout.core.source_code import hash_of_source, hashes_of_source
 from flatout.core.version import __version__
@@ -133,7 +133,7 @@ def _shapes(batches: Sequence[Any]) -> str:
     """
     made = [_class_of(leaf) for leaf in objects_of(batches[0])]
     for same in zip(*map(tensors_within, batches), strict=False):
-        sizes = (set(along) for along in zip(*(t.shape for t in same), strict=False))
+        sizes = (set(along) for along in zip(*map(sizes_of, same), strict=False))
         dtypes = {str(t.dtype).removeprefix("torch.") for t in same}
         made.append(f"{'/'.join(sorted(dtypes))}[{', '.join(map(_rounded, sizes))}]")
     return ", ".join(made)

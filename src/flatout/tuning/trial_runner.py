@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.core import formatting
-from flatout.core.batches import tensors_within
+from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.errors import Unsuitable
 from flatout.core.out_of_memory import free_memory, ran_out_of_memory
 from flatout.report.model import Trial
@@ -238,7 +238,7 @@ def setup_estimate(bench: Bench, techniques: Sequence[Measured]) -> float:
 
 def _batches_of_each_shape(bench: Bench) -> list[Any]:
     """Return a batch of each shape. A rank with fewer shapes than another repeats some."""
-    by_shape = {tuple(t.shape for t in tensors_within(batch)): batch for batch in bench.job.data.batches}
+    by_shape = {tuple(map(sizes_of, tensors_within(batch))): batch for batch in bench.job.data.batches}
     count = int(bench.ranks.largest([len(by_shape)])[0])
     return list(itertools.islice(itertools.cycle(by_shape.values()), count))
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
+from flatout.guards import Guard
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -81,10 +82,13 @@ class Tuner:
     def may_try(self, technique: Measured) -> bool:
         """Return True if the technique applies, no choice decides it, and there is no reason against a trial."""
         try:
-            self.check(technique)
+            self._check_applies(technique)
+            if self._choices.of(technique) is not None or self._why_not_try(technique):
+                return False
+            self._check_assumptions(technique)
         except (NotApplicable, Unsuitable):
             return False
-        return self._choices.of(technique) is None and not self._why_not_try(technique)
+        return True
 
     def seconds_for(self, technique: Measured) -> float:
         """Return the estimated seconds to try a technique, or 0 if the technique is decided or no trial may begin.
@@ -128,12 +132,13 @@ class Tuner:
     def _decide(self, technique: Measured, choice: Any) -> Row:
         if choice is False:
             return self._not_tried(technique, f"{self._choices.chooser} does without it")
-        self.check(technique)
-        if choice is not None:
-            return self._force(technique, choice)
-        reason = self._why_not_try(technique)
+        self._check_applies(technique)
+        reason = self._why_not_try(technique) if choice is None else ""
         if reason:
             return self._not_tried(technique, reason)
+        self._check_assumptions(technique)
+        if choice is not None:
+            return self._force(technique, choice)
         if technique.goal == "memory":
             return self._decide_memory(technique)
         if isinstance(technique, StepTechnique):
@@ -146,31 +151,40 @@ class Tuner:
 
         Other reasons are a contradicted assumption, and a choice that turns off the required technique.
         """
+        self._check_applies(technique)
+        self._check_assumptions(technique)
+
+    def contradiction(self, guard: Guard) -> str:
+        """Return what contradicts an assumption on any rank, as a reason for a row; empty if nothing does.
+
+        Each experiment runs once. Its result holds until the end of the tuning.
+        """
+        if guard.is_observed or guard.name not in self._contradictions:
+            bench = self._bench
+            try:
+                with applies_on_all(bench.ranks):
+                    seen = bench.ranks.every(guard.contradiction(bench.job))
+            finally:
+                bench.rewind()
+            self._contradictions[guard.name] = next(filter(None, seen), "")
+        found = self._contradictions[guard.name]
+        return guard.reason(found) if found else ""
+
+    def _check_applies(self, technique: Measured) -> None:
         job = self._bench.job
         if isinstance(technique, StepTechnique) and job.objective.why_untried:
             raise NotApplicable(job.objective.why_untried)
         with applies_on_all(self._bench.ranks):
             technique.check(job)
-        self._check_assumptions(technique)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
             raise NotApplicable(f"it requires the {required.title}, which {self._choices.chooser} turns off")
 
     def _check_assumptions(self, technique: Measured) -> None:
-        """Raise ``NotApplicable`` if this job contradicts an assumption of a technique.
-
-        Each experiment runs once. Its result holds until the end of the tuning.
-        """
-        for guard in technique.assumes:
-            if guard.name not in self._contradictions:
-                bench = self._bench
-                with applies_on_all(bench.ranks):
-                    try:
-                        self._contradictions[guard.name] = guard.contradiction(bench.job)
-                    finally:
-                        bench.rewind()
-            if seen := self._contradictions[guard.name]:
-                raise NotApplicable(guard.reason(seen))
+        """Raise ``NotApplicable`` if this job contradicts an assumption of a technique."""
+        for guard in technique.assumed(self._bench.job, self._choices.of(technique)):
+            if reason := self.contradiction(guard):
+                raise NotApplicable(reason)
 
     def _required(self, technique: Measured) -> StepTechnique | None:
         """Return the technique that this one requires; None if the required one is on or none is required."""
@@ -197,6 +211,7 @@ class Tuner:
         if technique.goal != "memory":  # whole batches may not fit yet
             warm_up_forced(bench, candidate)
         bench.rewind()
+        self._check_assumptions(technique)  # the first steps may have shown more
         # The warm-up may have settled the candidate's label and value.
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 

@@ -35,15 +35,17 @@ class Verification:
         differences: differences of outputs, gradients and losses. Empty if the candidate was too slow to finish, or if
             the job has nothing to compare.
         pair: the last update without and with the candidate; None without updates.
+        broken: assumption of a technique that the steps so far contradict; empty if there is none.
     """
 
     differences: list[Difference]
     pair: Pair | None
+    broken: str = ""
 
     @property
     def failure(self) -> str:
-        """Text about the differences above their limits; empty if there are none."""
-        return "; ".join(str(difference) for difference in self.differences if difference.fails)
+        """Text about the broken assumption, or about differences above their limits; empty if there are none."""
+        return self.broken or "; ".join(str(difference) for difference in self.differences if difference.fails)
 
 
 def is_verified(candidate: Candidate, techniques: Sequence[StepTechnique]) -> bool:
@@ -105,7 +107,14 @@ def verify(
         torch.manual_seed(torch.initial_seed() + 1)
         redrawn = _largest(ranks, compare(baseline, seen()))
         found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
-    return Verification(found, pair)
+    return Verification(found, pair, _broken(bench, techniques))
+
+
+def _broken(bench: Bench, techniques: Sequence[StepTechnique]) -> str:
+    """Return the first assumption of some techniques that the steps of all ranks so far contradict."""
+    guards = [guard for technique in techniques for guard in technique.assumes if guard.is_observed]
+    seen = [guard.reason(found) for guard in guards if (found := guard.contradiction(bench.job))]
+    return next((reason for of_rank in bench.ranks.every(seen) for reason in of_rank), "") if guards else ""
 
 
 def _largest(ranks: Agreement, found: list[Difference]) -> list[Difference]:

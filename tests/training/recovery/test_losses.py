@@ -1,10 +1,12 @@
 """Losses of parts, weighted so that they add up to the loss of the whole batch."""
 
 import pytest
+import torch
 from torch import nn
 
 import flatout
-from tests.training.recovery.harness import assert_recovers, assert_same, batches_of, make, net, train, trap_of
+from tests.reasons import reasons
+from tests.training.recovery.harness import assert_recovers, batches_of, make, net, picture, trap_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -29,14 +31,15 @@ def test_token_means(weight):
     assert run.micro_batch == 2
 
 
-def test_token_means_need_to_be_told():
-    run, twin = make(), make()
+def test_token_means_without_their_weights_are_not_computed_in_parts():
+    run = make()
     trap_of(run).arm("forward", 4)
-    batches = tokens_of(5)
-    train(run, batches)
-    train(twin, batches)
-    with pytest.raises(AssertionError):
-        assert_same(run, twin)
+    before = picture(run)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run.step(tokens_of(5)[0])
+    assert "not-mean-over-samples" in reasons(str(caught.value))
+    assert picture(run) == before
+    assert run.micro_batch is None
 
 
 def test_sums_are_summed():

@@ -5,11 +5,10 @@ import warnings
 import pytest
 from torch import nn
 
-from flatout.data import batch_size_of
 from tests.reasons import reasons
 from tests.training.recovery.harness import batches_of, make, net, trap_of
 
-DIFFERENCES = {"assumes-mean-over-samples", "batchnorm-sees-parts", "hooks-see-parts", "random-numbers-per-part"}
+DIFFERENCES = {"batchnorm-sees-parts", "hooks-see-parts", "random-numbers-per-part"}
 
 
 def warnings_of(run, *sizes, limit=8):
@@ -68,11 +67,6 @@ def test_a_backward_hook_sees_the_gradients_of_parts():
     run.model[0].weight.register_hook(lambda grad: None)
     (warning,) = warnings_of(run, 16)
     assert differences(warning) == {"hooks-see-parts"}
-
-
-def test_a_loss_of_unknown_weight_is_named():
-    assert differences(warnings_of(make(), 16)[0]) == {"assumes-mean-over-samples"}
-    assert not differences(warnings_of(make(loss_weight=batch_size_of), 16)[0])
 
 
 def test_steps_that_fit_do_not_warn():
