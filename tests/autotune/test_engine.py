@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,6 +119,14 @@ def test_a_budget_limits_the_tuning(budget: float, clock: Clock) -> None:
         assert not any(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
     elif not report.modules:
         assert "budget-spent" in reasons(str(report))
+
+
+def test_a_scripts_log_has_no_records_of_the_tuning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)  # as logging.basicConfig(level=logging.INFO) in a script
+    with engine(techniques=only("fused_optimizer")) as running:
+        plain(UPDATES, slowed(clock))
+        assert running.tunings[0].report is not None
+    assert caplog.records == []
 
 
 def test_slow_recorded_updates_delay_no_turn(clock: Clock) -> None:
