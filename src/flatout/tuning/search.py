@@ -81,7 +81,7 @@ def search(session: Session) -> Baseline:
         if isinstance(technique, PricedRule) and candidate is not None and session.measures:
             with session.stage(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
-    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
+    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.may_combine(session.job))]
     bench.budget.later = sum(seconds[technique.name] for technique in others)
     with session.stage("trying combinations of techniques"):
         decided = decide_factors(tuner, bench, measured)
