@@ -259,6 +259,9 @@ NO_PLANS: dict[str, Any] = {
     "no finite load": GOOD | {"load_average": float("inf")},
     "half a core": GOOD | {"cores": 0.5},
     "a text of undecided techniques": GOOD | {"undecided": "compile"},
+    "a reason of a status alone": GOOD | {"left_out": {"compile": "rejected"}},
+    "a reason of an unknown status": GOOD | {"left_out": {"compile": ["kept", "it pays"]}},
+    "a list of reasons": GOOD | {"left_out": [["compile", "rejected"]]},
     "another version": GOOD | {"schema_version": 99},
     "version 1": GOOD | {"schema_version": 1},
     "a version of lists": GOOD | {"schema_version": [[]]},
@@ -283,7 +286,9 @@ def test_a_plan_of_version_2_is_read(tmp_path: Path) -> None:
 
 def test_a_plan_holds_the_conditions_of_its_measurements(tmp_path: Path) -> None:
     """Plans with different conditions are equal, because their decisions are equal."""
-    plan = flatout.Plan({}, {}, noise=0.02, load_average=3.5, cores=2, undecided=["compile"])
+    plan = flatout.Plan(
+        {}, {}, noise=0.02, load_average=3.5, cores=2, undecided=["compile"], left_out={"compile": ["not tried", "a"]}
+    )
     plan.save(tmp_path / "plan.json")
     loaded = flatout.Plan.load(tmp_path / "plan.json")
     assert loaded.to_dict() == plan.to_dict()

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
 from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES
+from tests.reasons import reasons
 
 
 def make(n=48, batch=8, **kwargs):
@@ -88,6 +90,101 @@ def test_the_scheduler_steps_once_per_update():
     for batch in run.loader:
         run.step(batch)
     assert opt.param_groups[0]["lr"] == pytest.approx(0.5**3)
+
+
+SCHEDULERS = {
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 1, gamma=0.5),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda n: 0.5**n),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt, 1.0, 1), lr_scheduler.ExponentialLR(opt, 0.5)], [1]
+    ),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(opt, 0.5)]),
+}
+
+
+def scheduled(scheduler_of, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,))), batch_size=8)
+    scheduler = scheduler_of(opt)
+    run = flatout.optimize(
+        model,
+        loader,
+        opt,
+        functional.cross_entropy,
+        scheduler=scheduler,
+        techniques={name: value for name, value in NO_TECHNIQUES.items() if name != "batch_size"},
+        budget=0,
+        **kwargs,
+    )
+    return run, scheduler
+
+
+def warned_codes(recorded):
+    return [code for warning in recorded for code in reasons(str(warning.message))]
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 16, "lr_rule": "linear"}], ids=["same size", "scaled"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("per_epoch", [False, True], ids=["per step", "per epoch"])
+def test_a_scheduler_that_the_loop_steps_too_is_warned_of_once(per_epoch, name, settings, recwarn):
+    run, scheduler = scheduled(SCHEDULERS[name], **settings)
+    for _ in range(3):
+        for batch in run.loader:
+            run.step(batch)
+            if not per_epoch:
+                scheduler.step()
+        if per_epoch:
+            scheduler.step()
+    assert warned_codes(recwarn) == ["scheduler-steps-twice"]
+    assert [w.filename for w in recwarn if reasons(str(w.message))] == [__file__]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_only_a_run_steps_or_loads_is_not_warned_of(name, recwarn):
+    run, scheduler = scheduled(SCHEDULERS[name])
+    scheduler.step()  # a script may set its scheduler before training
+    run.fit(2, progress=False)
+    state = copy.deepcopy(run.state_dict())
+    run.fit(3, progress=False)
+    run.load_state_dict(state)
+    run.fit(3, progress=False)
+    run.step(next(iter(run.loader)))
+    other, _ = scheduled(SCHEDULERS[name])
+    other.step(next(iter(other.loader)))
+    other.load_state_dict(state)
+    other.step(next(iter(other.loader)))
+    assert warned_codes(recwarn) == []
+
+
+def test_a_scheduler_of_the_loop_alone_may_step(recwarn):
+    run, _, _, opt = make()
+    scheduler = lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    for _ in range(2):
+        for batch in run.loader:
+            run.step(batch)
+        scheduler.step()
+    assert warned_codes(recwarn) == []
+
+
+def test_a_model_that_trains_in_eval_mode_is_warned_of_once(recwarn):
+    run, model, _, _ = make()
+    run.step(next(iter(run.loader)))
+    assert warned_codes(recwarn) == []
+    model.eval()  # as after an evaluation of the script
+    for batch in run.loader:
+        run.step(batch)
+    assert warned_codes(recwarn) == ["trains-in-eval-mode"]
+    assert [w.filename for w in recwarn if reasons(str(w.message))] == [__file__]
+    assert not model.training
+
+
+def test_parts_of_a_model_may_stay_in_eval_mode(recwarn):
+    run, model, _, _ = make()
+    model[0].eval()
+    run.fit(2, eval_loader=run.loader, progress=False)
+    assert warned_codes(recwarn) == []
 
 
 def test_evaluate_weighs_by_samples_and_restores_modes():

@@ -42,6 +42,7 @@ class Plan(Described):
         load_average: load average of the last minute before the measurements, or None if unknown.
         cores: number of cores that the process could use, or None if unknown.
         undecided: names of techniques that the budget or the noise left without a decision.
+        left_out: status ("rejected" or "not tried") and reason of each technique that trials did not keep, by name.
     """
 
     decisions: Mapping[str, Any]
@@ -50,6 +51,7 @@ class Plan(Described):
     load_average: float | None = field(default=None, compare=False)
     cores: int | None = field(default=None, compare=False)
     undecided: Sequence[str] = field(default=(), compare=False)
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @property
     def is_made_under_load(self) -> bool:
@@ -188,6 +190,15 @@ def _is_quantity(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf)
 
 
+def _is_reason(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and value[0] in ("rejected", "not tried")
+        and isinstance(value[1], str)
+    )
+
+
 _CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "noise": (_is_quantity, "a number >= 0"),
     "load_average": (_is_quantity, "a number >= 0"),
@@ -196,10 +207,14 @@ _CONDITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
         "a list of strings",
     ),
+    "left_out": (
+        lambda value: isinstance(value, dict) and all(map(_is_reason, value.values())),
+        "an object of pairs of strings",
+    ),
 }
 """Fields about the machine and the measurements, with a check and the allowed values for an error.
 
-Files of version 2 do not have these fields.
+Older files lack some of these fields.
 """
 
 

@@ -53,6 +53,7 @@ class Resumable:
         self.fitted = Fitted()
         self._job = job
         self._scheduler = scheduler
+        self._scheduler_steps: int | None = None  # after the last step by ``Run.step``, None before
         self._finite = NonFiniteMonitor(job)
         self._writer = checkpoint.Writer()
         self._is_loaded = False  # True if a state was loaded after the last fit
@@ -198,6 +199,7 @@ class Resumable:
                 raise
             raise ValueError(f"{what} of another training: {first_line(error)}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
+        self._scheduler_steps = None
         here = self._job.stepper.micro_batches.size
         self._job.stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
         self._finite = NonFiniteMonitor(self._job, self._finite.stop_after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from flatout.training.evaluation_loop import Evaluation, Metric
 from flatout.training.export import export, export_weights
 from flatout.training.fit import Fitted, Keeper, fit
 from flatout.training.job import Job
+from flatout.training.learning_rate import steps_of
 from flatout.training.loader import TrainingLoader
 from flatout.training.logged_metrics import Logs
 from flatout.training.progress_bar import EpochProgress
@@ -114,6 +116,7 @@ class Run(Resumable, Described):
         self._evaluation = Evaluation(job)
         self._attachment = Attachment(tuple(toggles), lambda: _current(report, breaks))
         self._is_unpacked = False
+        self._is_eval_mode_known = self._is_second_step_known = False
         attach(job.spec.model, self._attachment)
 
     def __iter__(self) -> Iterator[Any]:
@@ -196,6 +199,9 @@ class Run(Resumable, Described):
         A step that runs out of memory is computed in smaller parts, and so are all later steps. ``micro_batch`` is the
         size of these parts.
 
+        The model keeps its mode. The first step in eval mode gives a warning. So does a script that also steps the
+        scheduler of ``optimize(scheduler=)``.
+
         Args:
             batch: a batch of ``run.loader`` or of the user's loader.
 
@@ -215,6 +221,13 @@ class Run(Resumable, Described):
         if self._recovery is None:
             advice = "Give an optimizer" if self.optimizer is None else self._job.objective.loss_advice(batch)
             raise RuntimeError(f"run.step needs an optimizer and a loss: {self._job.why_no_step}. {advice}")
+        if not (self.model.training or self._is_eval_mode_known):
+            self._is_eval_mode_known = True
+            warnings.warn(
+                "run.step trains a model in eval mode: dropout is off, and batch norms keep their running statistics. "
+                "Call model.train() before training",
+                stacklevel=2,
+            )
         with self._counter.step(*self._job.work(batch)) as step:
             with step.phase("h2d"):
                 batch = to_device(batch, self._job.spec.device)
@@ -262,8 +275,19 @@ class Run(Resumable, Described):
             self._job.stepper.sync.broadcast_buffers()
 
     def _step_scheduler(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self._scheduler is None:
+            return
+        # None before the first step, because a script may load the state of its scheduler.
+        before = self._scheduler_steps
+        if before is not None and not self._is_second_step_known and (steps_of(self._scheduler) or 0) > before:
+            self._is_second_step_known = True
+            warnings.warn(
+                "the loop calls scheduler.step(), and so does run.step: learning rates change too fast. Remove "
+                "scheduler.step() from the loop, or scheduler= from flatout.optimize()",
+                stacklevel=3,
+            )
+        self._scheduler.step()
+        self._scheduler_steps = steps_of(self._scheduler)
 
     def fit(
         self,

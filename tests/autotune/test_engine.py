@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from tests.autotune.scripts import (
 )
 from tests.clock import Clock, TimedSamples
 from tests.jobs import NO_TECHNIQUES, only
+from tests.reasons import reasons
 
 UPDATES = 40
 
@@ -100,6 +102,31 @@ def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
         assert allowance is not None
         assert all(tuning.is_done for tuning in running.tunings)
         assert 0 < allowance.spent < FIRST_SECONDS + SHARE * allowance.trained
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.05, 3.0])
+def test_a_budget_limits_the_tuning(budget: float, clock: Clock) -> None:
+    said: list[str] = []
+    with engine(said, budget=budget, techniques=only("fused_optimizer")) as running:
+        trained = plain(400, slowed(clock))
+        report = ScriptReport.of(running)
+    assert sum(tuning.spent for tuning in running.tunings) <= 1.5 * budget
+    assert report.tuning_seconds <= 1.5 * budget
+    assert bool(report.modules) is (budget > 0.05)
+    if budget == 0:
+        assert running._recorder is None
+        assert [reasons(text) for text in said] == [{"budget-spent"}]
+        assert not any(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
+    elif not report.modules:
+        assert "budget-spent" in reasons(str(report))
+
+
+def test_a_scripts_log_has_no_records_of_the_tuning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)  # as logging.basicConfig(level=logging.INFO) in a script
+    with engine(techniques=only("fused_optimizer")) as running:
+        plain(UPDATES, slowed(clock))
+        assert running.tunings[0].report is not None
+    assert caplog.records == []
 
 
 def test_slow_recorded_updates_delay_no_turn(clock: Clock) -> None:

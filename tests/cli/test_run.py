@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.jobs import NO_TECHNIQUES
+from tests.reasons import reasons
 
 PLAIN = [sys.executable]
+ON_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 UNDER_FLATOUT = [sys.executable, "-m", "flatout", "run"]
 
 TRAINING = """
@@ -106,6 +108,14 @@ while time.time() < end:
     train()
 """
 
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+train()
+dist.destroy_process_group()
+"""
+
 SCRIPTS = {
     "trains": TRAINING + "train(); print(float(model(x).sum()), file=sys.stdout)",
     "trains nothing": "import sys; print(sys.argv, __name__)",
@@ -131,9 +141,9 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run(command: list[str], cwd: Path) -> Done:
-    techniques = os.environ | {"FLATOUT_CACHE": "off"}
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=techniques, timeout=300, check=False)
+def run(command: list[str], cwd: Path, **variables: str) -> Done:
+    environment = os.environ | {"FLATOUT_CACHE": "off"} | variables
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=300, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -199,6 +209,30 @@ def test_what_is_kept_is_reported(tmp_path: Path) -> None:
     assert rows["fused_optimizer"] in ("kept", "rejected", "not tried")
     assert {rows[name] for name in NO_TECHNIQUES if name != "fused_optimizer"} <= {"not tried", "not applicable"}
     assert (tmp_path / "flatout-report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_budget_of_0_tunes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING + LONG.replace("6", "2"))
+    done = run([*UNDER_FLATOUT, "script.py"], tmp_path, FLATOUT_BUDGET="0")
+    assert done.status == 0
+    assert not (tmp_path / "flatout-report.json").exists()
+    assert [reasons(line) for line in done.stderr.splitlines()] == [{"budget-spent"}]
+
+
+def test_a_wrong_budget_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    done = run([*UNDER_FLATOUT, "script.py"], tmp_path, FLATOUT_BUDGET="soon")
+    assert (done.status, done.stdout) == (1, "")
+    assert "FLATOUT_BUDGET" in done.stderr
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_of_several_ranks_one_says_once_why_nothing_is_tuned(trains: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING + RANKS * trains)
+    done = run([*ON_RANKS, *UNDER_FLATOUT[1:], "script.py"], tmp_path)
+    assert done.status == 0, done.stderr
+    said = [reasons(line) for line in done.stderr.splitlines() if line.startswith("flatout: ")]
+    assert said == [{"several-ranks"} if trains else {"no-update"}]
 
 
 @pytest.mark.parametrize("option", ["--only", "--without"])

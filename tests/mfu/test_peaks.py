@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import re
+import time
 import warnings
 from unittest import mock
 
@@ -192,6 +193,25 @@ def test_slow_products_in_software_end_the_measurement(products):
     products.flops_per_second = {512: 1e8, 1024: 1e12, 2048: 1e12}  # 2.7 s for the smallest product
     assert measured_peak_flops("cpu", FP16) == pytest.approx(1e8)
     assert products.sizes == [512]
+
+
+def test_a_size_that_would_take_minutes_is_not_begun(products):
+    products.flops_per_second = {512: 2.8e9, 1024: 1e9, 2048: 1e9}  # float16 without hardware for it
+    assert measured_peak_flops("cpu", FP16) == pytest.approx(2.8e9)
+    assert products.sizes == [512]
+
+
+@pytest.mark.parametrize("rate", [1e12, 2e10, 2e9])
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 0.9, 2.0])
+def test_a_measurement_keeps_its_limit_or_is_given_up(seconds, rate, cache, products):
+    products.flops_per_second = dict.fromkeys((512, 1024, 2048), rate)
+    begun = time.perf_counter()
+    found = measured_peak_flops("cpu", seconds=seconds)
+    assert time.perf_counter() - begun <= seconds + 0.1
+    assert found in (None, pytest.approx(rate))
+    assert cache.exists() is (found is not None)
+    assert found is not None or seconds < 0.6
+    assert seconds > 0.6 or products.sizes == []
 
 
 def test_measured_once_per_machine(cache, products):

@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import flatout
 from flatout.mfu import MfuCounter
@@ -161,6 +161,50 @@ def test_evaluation_is_the_loops_own_code(clock: Clock) -> None:
     (found,) = timed(clock, lambda: (loop.step((x, y)), evaluate()))
     training = {name: seconds for name, seconds in SECONDS.items() if name not in ("loader_wait", "host_idle")}
     assert {name: found[name] for name in training} == training
+
+
+class Transform(nn.Module):
+    """Transform of one sample that takes time. ``weight`` makes it a learned one, such as a frozen encoder."""
+
+    def __init__(self, clock: Clock, *, has_weight: bool) -> None:
+        super().__init__()
+        self.clock = clock
+        self.weight = nn.Parameter(torch.ones(8)) if has_weight else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.advance(1.0)
+        return x if self.weight is None else x * self.weight
+
+
+class Transformed(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that a module transforms."""
+
+    def __init__(self, transform: nn.Module) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.transform(torch.ones(8)).detach(), torch.tensor(i % 3)
+
+
+@pytest.mark.parametrize("own_loop", [True, False], ids=["own loop", "run.loader"])
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_modules_that_a_dataset_calls_are_loading(has_weight: bool, own_loop: bool, clock: Clock) -> None:
+    loop = Loop(clock)
+    loop.loader = DataLoader(Transformed(Transform(clock, has_weight=has_weight)), batch_size=8)
+    if not own_loop:
+        _, loop.loader = flatout.optimize(loop.model, loop.loader, budget=0, techniques=PLAIN)
+    profile = loop.profile(steps=2, warmup=1)
+    assert parts(Step(profile.seconds, profile.phases)) == pytest.approx(SECONDS)
+
+
+def test_a_transform_between_loader_and_model_is_the_loops_own_code(clock: Clock) -> None:
+    loop, transform = Loop(clock), Transform(clock, has_weight=False)
+    (x, y), *_ = loop.loader
+    (found,) = timed(clock, lambda: (transform(x), clock.advance(5.0), loop.step((x, y))))
+    assert found["forward"] == SECONDS["forward"]
 
 
 def test_a_forward_without_modules_is_what_precedes_the_backward(clock: Clock) -> None:

@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
 from flatout.profile import Profile, profile_run
+from flatout.profile.places import code_at
 from flatout.profile.profile_data import PHASES, Step
 from flatout.profile.record import SEARCHED_STEPS
 from flatout.profile.trace import Trace
 from tests.helpers import snapshot
 from tests.profile.events import marked
+from tests.reasons import advice
 
 PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": False, "fused_optimizer": False}
 
@@ -166,6 +168,17 @@ def test_syncs_have_their_line(profile: Profile) -> None:
     assert sync.where.endswith(f"test_profile.py:{line}")
     assert sync.code == lines[line - 1].strip()
     assert (sync.what, sync.per_step) == ("item", 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"accumulate": 2}], ids=str)
+def test_a_profile_of_clean_steps_names_no_line(settings: dict[str, Any]) -> None:
+    run = make(model=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), **settings)
+    run.log("loss", run.step(next(iter(run.loader))))
+    profile = run.profile(steps=2, warmup=2)
+    assert profile.syncs == ()
+    places = {operator.where for operator in profile.operators} - {""}
+    assert [code_at(place) for place in places if "torch.full" not in code_at(place)] == []  # of the samples
+    assert "would-wait" not in {code for sentence in profile.advice for code in advice(sentence)}
 
 
 def test_operators_are_ranked_and_placed(profile: Profile) -> None:

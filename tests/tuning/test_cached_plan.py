@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import flatout
 from flatout.plan import Plan
+from flatout.report.remedies import untried
 from flatout.techniques import Candidate, NotApplicable
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.training.job import Job
@@ -124,6 +125,35 @@ def test_without_a_gain_an_empty_plan_is_kept(starts: Starts) -> None:
     assert tried(starts.start()) == set(PAYS)
     second = starts.start()
     assert (second.plan.decisions, tried(second)) == ({}, set())
+    assert "from-cache" in reasons(second.report.row("cpu_threads"))
+
+
+def test_a_second_start_says_why_the_first_did_not_keep_a_technique(starts: Starts) -> None:
+    starts.factors["cpu_threads"] = 1.5
+    arguments = {"techniques": only(*PAYS, "compile"), "budget": 10}
+    first, second, third = (starts.start(**arguments) for _ in range(3))
+    expected = {"fused_optimizer": "kept", "cpu_threads": "rejected", "compile": "not tried"}
+    for run in (first, second, third):
+        assert {name: run.report.row(name).status for name in expected} == expected
+    assert reasons(first.report.row("compile")) == {"setup-exceeds-budget", "budget-spent"}
+    for run in (second, third):
+        assert tried(run) == set()
+        for name in ("cpu_threads", "compile"):
+            assert "from-cache" in reasons(run.report.row(name))
+            assert run.report.row(name).why.endswith(first.report.row(name).why)
+    assert second.report.row("compile").why == third.report.row("compile").why
+    assert untried(second.report.rows, ["cpu_threads", "compile"]) == untried(first.report.rows, ["compile"])
+
+
+def test_an_older_plan_without_reasons_is_repeated(starts: Starts, plans: Path) -> None:
+    starts.factors["cpu_threads"] = 1.5
+    starts.start()
+    data = json.loads(the_file(plans).read_text())
+    assert data.pop("left_out").keys() == {"cpu_threads"}
+    the_file(plans).write_text(json.dumps(data))
+    second = starts.start()
+    assert tried(second) == set()
+    assert second.report.row("cpu_threads").status == "not tried"
     assert "from-cache" in reasons(second.report.row("cpu_threads"))
 
 

@@ -12,10 +12,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler
 
 import flatout
+from flatout.mfu import peaks
 from flatout.techniques import REGISTRY, Measured
 from flatout.tuning.default_budget import affordable, fewest_steps, too_few, why_nothing
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import Net, make_data, make_job, only
+from tests.mfu.harness import SimulatedProducts
 from tests.reasons import reasons
 
 BATCH = st.floats(1e-5, 100.0)
@@ -108,6 +110,23 @@ def test_a_training_of_few_long_steps_takes_one_step_to_decide(clock: Clock) -> 
     # The check of the loss and the count of FLOPs take one step each.
     assert run.report.summary.tuning_seconds < 3.5 * 2.0
     assert needed(run) == 200
+
+
+def test_the_peak_of_the_device_is_measured_within_the_budget(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "_measured", {})
+    monkeypatch.setattr(peaks, "_SIZES", {"cpu": (512, 1024, 2048)})
+    monkeypatch.setattr(peaks, "_SWEEP_SECONDS", 0.2)
+    monkeypatch.setenv("FLATOUT_CACHE", "off")
+    products = SimulatedProducts(clock)
+    products.flops_per_second = dict.fromkeys((512, 1024, 2048), 1e12)
+    monkeypatch.setattr(torch, "matmul", products)
+    run = tuned(clock, budget=0.5)
+    assert 512 not in products.sizes
+    assert run.report.summary.before is not None
+    assert run.report.summary.before.mfu is None
+    run.undo()
+    assert tuned(clock, budget=20.0).report.summary.before.mfu is not None
+    assert {512, 1024, 2048} <= set(products.sizes)
 
 
 @pytest.mark.parametrize(("text", "measures"), [("0", False), ("1000", True), (" 5e2 ", True), ("inf", True)])

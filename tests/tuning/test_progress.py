@@ -387,10 +387,10 @@ def test_each_technique_has_one_record(clock: Clock, logs: Callable[[], list[str
 def test_a_decision_that_is_reverted_has_another_record(logs: Callable[[], list[str]]) -> None:
     row = Row("a", None, "a", "kept", "", "fast", Gain(1.5, 1.4, 1.6))
     ledger = Ledger([Decision(row, "trial")])
-    with progress.logged(ledger):
+    with progress.logged(ledger, logging.INFO):
         pass
     assert not logs()
-    with progress.logged(ledger):
+    with progress.logged(ledger, logging.INFO):
         ledger.revert(ledger.won, lambda row: Row("a", None, "a", "rejected", ""))
     (message,) = logs()
     assert "rejected" in message
@@ -400,7 +400,7 @@ def test_a_stage_that_fails_has_no_record(logs: Callable[[], list[str]]) -> None
     ledger = Ledger()
 
     def fail() -> None:
-        with progress.logged(ledger):
+        with progress.logged(ledger, logging.INFO):
             ledger.add(Decision(Row("a", None, "a", "kept", "")))
             raise ZeroDivisionError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.observe import Observer
@@ -65,7 +65,8 @@ class AdviceSession:
     """
 
     def __init__(self, options: Options, seconds: float) -> None:
-        self._options, self._seconds = options, seconds
+        self._options = replace(options, budget=None)  # --seconds is the limit
+        self._seconds = seconds
         self._recording = ProfileRecording(STEPS, WARMUP)
         self._sizes: tuple[float, float] | None = None
 

@@ -17,11 +17,16 @@ class Allowance:
 
     A trial that has begun may exceed the allowance. The script then trains longer before the next trial.
 
+    Args:
+        budget: limit in seconds of all tuning.
+
     Attributes:
+        budget: the argument.
         spent: seconds of tuning so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: float = math.inf) -> None:
+        self.budget = budget
         self._begun = time.perf_counter()
         self.spent = 0.0
 
@@ -33,10 +38,13 @@ class Allowance:
     @property
     def left(self) -> float:
         """Seconds that tuning may take now, or a negative number if tuning has exceeded the allowance."""
-        return FIRST_SECONDS + SHARE * self.trained - self.spent
+        return min(FIRST_SECONDS + SHARE * self.trained, self.budget) - self.spent
 
     def due(self, seconds: float) -> float:
-        """Return the ``time.perf_counter()`` at which ``left`` reaches ``seconds`` without tuning until then."""
-        if seconds == math.inf:
+        """Return the ``time.perf_counter()`` at which ``left`` reaches ``seconds`` without tuning until then.
+
+        The result is infinity if ``left`` never does.
+        """
+        if seconds == math.inf or self.spent + seconds > self.budget:
             return math.inf
         return self._begun + self.spent + (seconds + self.spent - FIRST_SECONDS) / SHARE

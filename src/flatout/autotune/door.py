@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flatout.arguments import budget_of
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
@@ -55,9 +56,9 @@ def auto(
     Write ``flatout.auto()`` or ``with flatout.auto():``. flatout records two updates of each optimizer, with the calls
     of its modules and the gradients of their outputs. It then measures the techniques of :func:`flatout.optimize` on
     these calls, between updates of the training. Tuning takes a second at first, and later at most a tenth of the time
-    that the script has trained. Techniques that make the training faster are kept. Objects, their ``state_dict`` and
-    their pickles do not change. If flatout fails, its changes are undone, one line on stderr gives the reason, and the
-    training continues.
+    that the script has trained. ``FLATOUT_BUDGET`` limits its seconds, and 0 tunes nothing. Techniques that make the
+    training faster are kept. Objects, their ``state_dict`` and their pickles do not change. If flatout fails, its
+    changes are undone, one line on stderr gives the reason, and the training continues.
 
     A second call undoes the first one. A call in a script that ``flatout run`` has started undoes the tuning of
     ``flatout run``.
@@ -73,6 +74,6 @@ def auto(
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: a technique or a precision is unknown.
+        ValueError: a technique or a precision is unknown, or ``FLATOUT_BUDGET`` is not a number >= 0.
     """
-    return Auto(Options(dict(techniques or {}), precision, deterministic, plan))
+    return Auto(Options(dict(techniques or {}), precision, deterministic, plan, budget=budget_of(None)))

@@ -27,7 +27,7 @@ from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
 from flatout.core.step_hooks import without_users_hooks
 from flatout.training.attachments import detach
-from flatout.tuning.ranks import world_size
+from flatout.tuning.ranks import is_first_rank
 
 LEAST_SHARE = 0.05
 """Smallest share of an update's time that the calls of a tuned module take."""
@@ -74,6 +74,7 @@ class Engine:
         tunings: one for each tuned module.
         allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
+        why_nothing: reason why nothing is tuned. Empty before the first update, and if tuning may begin.
     """
 
     _latest: ClassVar[Engine | None] = None
@@ -85,6 +86,7 @@ class Engine:
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
+        self.why_nothing = ""
         self._options = options
         self._say = say
         self._process, self._thread = os.getpid(), 0
@@ -194,12 +196,14 @@ class Engine:
 
     def _begin(self, leader: Optimizer) -> None:
         """Begin with the optimizer that steps first."""
-        if world_size() > 1:
-            self._say("several ranks train together: nothing is tuned")
+        self.why_nothing = self._options.why_nothing
+        if self.why_nothing:
+            if is_first_rank():
+                self._say(self.why_nothing)
             self.close()
             return
         self._leader, self._thread = weakref.ref(leader), threading.get_ident()
-        self.allowance = Allowance()
+        self.allowance = Allowance(math.inf if self._options.budget is None else self._options.budget)
         self._last_update = time.perf_counter()
 
     def _note(self, optimizer: Optimizer, update: RecordedUpdate) -> None:

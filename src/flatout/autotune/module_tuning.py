@@ -365,7 +365,8 @@ class ModuleTuning:
 
     def _factors(self, worth: Sequence[Measured]) -> list[StepTechnique]:
         """Return the untried techniques that can be combined, the most promising first."""
-        factors = [t for t in worth if isinstance(t, StepTechnique) and t.is_combinable and t not in self._tried]
+        job = self._session.job
+        factors = [t for t in worth if isinstance(t, StepTechnique) and t.may_combine(job) and t not in self._tried]
         return sorted(factors, key=lambda technique: -technique.optimistic_gain)
 
     def _needed(self, worth: Sequence[Measured]) -> float:

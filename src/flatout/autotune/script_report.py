@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from flatout.arguments import BUDGET_VARIABLE
 from flatout.autotune.engine import Engine
 from flatout.core import formatting
 from flatout.core.described import Described
@@ -42,17 +44,24 @@ class ScriptReport(Shown):
         updates: number of the script's updates.
         trained_seconds: seconds of the script since its first update, without tuning.
         tuning_seconds: seconds of tuning.
+        why_nothing: reason why nothing was tuned, if it is known.
     """
 
     _TITLE = "flatout run"
 
     def __init__(
-        self, modules: Sequence[ModuleReport], updates: int, trained_seconds: float, tuning_seconds: float
+        self,
+        modules: Sequence[ModuleReport],
+        updates: int,
+        trained_seconds: float,
+        tuning_seconds: float,
+        why_nothing: str = "",
     ) -> None:
         self.modules = tuple(modules)
         self.updates = updates
         self.trained_seconds = trained_seconds
         self.tuning_seconds = tuning_seconds
+        self.why_nothing = why_nothing
 
     @classmethod
     def of(cls, engine: Engine) -> ScriptReport:
@@ -61,8 +70,10 @@ class ScriptReport(Shown):
         modules = [ModuleReport(name, report) for name, report in reports if report is not None]
         allowance = engine.allowance
         if allowance is None:
-            return cls(modules, 0, 0.0, 0.0)
-        return cls(modules, engine.updates, allowance.trained, allowance.spent)
+            return cls(modules, 0, 0.0, 0.0, engine.why_nothing)
+        is_short = bool(engine.tunings) and not modules and allowance.budget < math.inf
+        why = f"{engine.updates:,} updates were too few, or {BUDGET_VARIABLE} is too small, to tune anything"
+        return cls(modules, engine.updates, allowance.trained, allowance.spent, why if is_short else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as plain data."""
@@ -86,6 +97,8 @@ class ScriptReport(Shown):
         return Markup("").join(report_page.fragment(each.report.summary, title=each.module) for each in self.modules)
 
     def __str__(self) -> str:
+        if self.why_nothing:
+            return self.why_nothing
         if not self.updates:
             return "no optimizer has stepped: nothing was tuned"
         seconds = self.trained_seconds + self.tuning_seconds

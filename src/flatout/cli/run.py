@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from flatout.arguments import budget_of
 from flatout.autotune.engine import Engine
 from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
@@ -18,6 +19,7 @@ from flatout.core.standard_error import say
 from flatout.plan import CACHED, Plan
 from flatout.tuning.choices import FORBIDDABLE
 from flatout.tuning.precisions import precision_of
+from flatout.tuning.ranks import is_first_rank
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:
@@ -83,7 +85,7 @@ def options_of(args: argparse.Namespace) -> Options:
     """Return the options of the command line, with the plan from its file.
 
     Raises:
-        CommandError: a technique is unknown, or the plan cannot be read.
+        CommandError: a technique is unknown, the plan cannot be read, or ``FLATOUT_BUDGET`` is not a number >= 0.
     """
     # An unknown name of --only also becomes forbidden, so that Options rejects the name.
     forbidden = {*args.without, *(set(FORBIDDABLE) ^ set(args.only) if args.only else ())}
@@ -92,7 +94,9 @@ def options_of(args: argparse.Namespace) -> Options:
     except (OSError, ValueError) as error:
         raise CommandError(f"--plan must be a plan that Plan.save wrote: {first_line(error)}") from error
     try:
-        return Options(dict.fromkeys(forbidden, False), args.precision, args.deterministic, plan, args.dry_run)
+        return Options(
+            dict.fromkeys(forbidden, False), args.precision, args.deterministic, plan, args.dry_run, budget_of(None)
+        )
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -101,7 +105,8 @@ def _end(engine: Engine, files: Mapping[str, Path]) -> None:
     """Stop tuning and show the report. An error of the report must not replace an exception of the script."""
     try:
         engine.close()
-        _show(ScriptReport.of(engine), files)
+        if is_first_rank() and not engine.why_nothing:  # the engine has said the reason
+            _show(ScriptReport.of(engine), files)
     except Exception as error:
         say(f"no report can be shown: {first_line(error)}")
 

@@ -25,6 +25,8 @@ from flatout.profile.syncs import replaced
 
 _RANGES = ("enumerate(DataLoader)#", "Optimizer.step#", "Optimizer.zero_grad#")
 """Prefixes of the ranges that torch itself opens for parts of a step."""
+_LOADING = ("enumerate(DataLoader)#", "flatout.loader_wait")
+"""Prefixes of the ranges in which a loader makes a batch."""
 
 _CALLS: tuple[tuple[Any, str, str], ...] = (
     (torch.autograd, "_engine_run_backward", f"torch/autograd/graph.py(0){BACKWARD}"),
@@ -119,6 +121,7 @@ class PhaseTimer:
         self._spans: list[_Span] = []
         self._ranges: dict[int, _Span] = {}
         self._within = False
+        self._loading = 0
 
     @property
     def count(self) -> int:
@@ -170,12 +173,14 @@ class PhaseTimer:
             return None
         span = _Span(name, self._mark())
         self._spans.append(span)
+        self._loading += name.startswith(_LOADING)
         return span
 
     def end(self, span: _Span | None) -> None:
         """Close a span that ``begin`` opened."""
         if span is not None:
             span.end = self._mark()
+            self._loading -= span.name.startswith(_LOADING)
 
     def _mark(self) -> int:
         self._marks.append(self._clock.mark())
@@ -208,11 +213,14 @@ class PhaseTimer:
     def _called(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Inner modules belong to the outer call. The recomputed forward of a checkpoint belongs to the backward.
-            if torch.compiler.is_compiling() or self._within or threading.get_ident() != self._thread:
+            # Modules that a dataset calls are part of loading.
+            is_inner = self._within or self._loading
+            if torch.compiler.is_compiling() or is_inner or threading.get_ident() != self._thread:
                 return method(module, *args, **kwargs)
             span = self.begin(f"nn.Module: {type(module).__name__}")
             assert span is not None
-            span.trains = module.training and torch.is_grad_enabled()
+            is_learning = module.training and torch.is_grad_enabled()
+            span.trains = is_learning and next(module.parameters(), None) is not None
             return self._recorded(span, True, partial(method, module, *args, **kwargs))
 
         return call

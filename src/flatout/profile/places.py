@@ -17,6 +17,10 @@ _ROOTS = tuple(os.path.dirname(os.path.dirname(file)) for file in (torch.__file_
 """Folders that hold the packages torch and flatout. An editable install is not on ``sys.path``."""
 
 
+LOOP = "flatout/profile/record.py", "profile_run"
+"""File and name of the function that runs the steps of a profile. Its callers are no part of a step."""
+
+
 def short(filename: str) -> str:
     """Return a file's path without its longest prefix from ``sys.path``, as torch's profiler does."""
     folders = (folder.rstrip(os.sep) + os.sep for folder in (*sys.path, *_ROOTS) if folder)
@@ -44,8 +48,13 @@ def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
 
 
 def of_frame(frame: FrameType | None) -> tuple[str, str]:
-    """Return the innermost place of the user's code from ``frame`` outwards, and its line of code; empty if none."""
+    """Return the innermost place of the user's code from ``frame`` outwards, and its line of code; empty if none.
+
+    The search ends at the loop of a profile.
+    """
     for at, file in outwards(frame):
+        if (file, at.f_code.co_name) == LOOP:
+            break
         if is_users(file):
             return f"{file}:{at.f_lineno}", linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
     return "", ""

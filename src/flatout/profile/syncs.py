@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.core.sync_debug import sync_debug_mode
-from flatout.profile.places import of_frame, outwards, short
+from flatout.profile.places import is_users, of_frame, outwards, short
 from flatout.profile.profile_data import Phase
 
 _WARNING = "called a synchronizing CUDA operation"
@@ -52,9 +52,10 @@ Without a GPU the methods copy nothing, so a dispatch mode does not see the call
 Note = Callable[[str, "FrameType | None"], None]
 """Function that records a call, given the name that a profile shows and the frame that makes the call."""
 _UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
+_READERS = {"flatout/training/logged_metrics.py", "flatout/training/non_finite.py"}
 _FLUSH = "flatout/training/stepper.py", "flush"
 _LOSS = "flatout/training/objective.py", "loss"
-"""File and function of flatout's update (``_FLUSH``), and of flatout's forward and loss (``_LOSS``)."""
+"""Files that read values at once only on a CPU (``_READERS``), and file and function of flatout's update and loss."""
 
 
 @contextmanager
@@ -73,10 +74,10 @@ def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
 
     def note(what: str, frame: FrameType | None) -> None:
         phase = _phase_of(frame)
-        if not cuda and (phase == "loader_wait" or _in_optimizer(frame)):
-            return  # samples and the step counts of optimizers are on the host even if the model is on a GPU
+        if not cuda and (phase == "loader_wait" or _in_optimizer(frame) or _is_reader(frame)):
+            return  # samples, counts of optimizers and read values are on the host even if the model is on a GPU
         where, code = of_frame(frame)
-        if what == "to" and where and "cpu" not in code:  # .to(device), which copies nothing to the host on a GPU
+        if what == "to" and "cpu" not in code:  # .to(device), which copies nothing to the host on a GPU
             return
         seen[what, where, code, phase] += 1
 
@@ -185,6 +186,12 @@ def _in_optimizer(frame: FrameType | None) -> bool:
     """Return True if a frame between the innermost frame and the user's code is in ``torch.optim``."""
     torchs = takewhile(_is_torchs, (file for _, file in outwards(frame)))
     return any(file.startswith("torch/optim/") for file in torchs)
+
+
+def _is_reader(frame: FrameType | None) -> bool:
+    """Return True if a frame between the innermost frame and the user's code waits for no value of a GPU."""
+    own = takewhile(lambda file: not is_users(file), (file for _, file in outwards(frame)))
+    return any(file in _READERS for file in own)
 
 
 def _is_torchs(file: str) -> bool:

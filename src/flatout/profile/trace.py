@@ -11,13 +11,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from flatout.profile.events import RUNTIME, Event, nest
 from flatout.profile.parts import Parts
-from flatout.profile.places import is_users
+from flatout.profile.places import LOOP, is_users
 from flatout.profile.profile_data import Phase
 
 BOUNDARY = "flatout.boundary"
@@ -144,7 +145,8 @@ class Trace:
         """
         origins = (self._forward_of.get((outer.thread, outer.start)) for outer in event.operators())
         served = next(filter(None, origins), event)
-        places = (_own_place(outer) for outer in served.ancestors() if outer.kind == "python_function")
+        inside = takewhile(lambda outer: not _is_loop(outer), served.ancestors())
+        places = (_own_place(outer) for outer in inside if outer.kind == "python_function")
         return next(filter(None, places), "")
 
     def hot_lines(self, phase: Phase) -> dict[str, float]:
@@ -180,6 +182,12 @@ def _is_valid(text: str) -> bool:
         json.loads(text, strict=False)
         return True
     return False
+
+
+def _is_loop(event: Event) -> bool:
+    """Return True for the function that runs the steps of a profile."""
+    function = _FUNCTION.fullmatch(event.name) if event.name.endswith(LOOP[1]) else None
+    return function is not None and (function["file"], function["name"]) == LOOP
 
 
 def _own_place(event: Event) -> str:

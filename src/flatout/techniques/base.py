@@ -23,9 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from flatout.core.compiled_code import recompilation_seconds
 from flatout.core.errors import Unsuitable
 from flatout.guards import Guard
 from flatout.report.model import Row, Status
+from flatout.techniques.calls import has_compiled_code
 from flatout.techniques.candidate import Candidate, LoaderCandidate
 
 if TYPE_CHECKING:
@@ -223,6 +225,8 @@ class StepTechnique(Measured):
         changes_activations: True if candidates change the memory format or the dtype of activations. The random numbers
             that torch draws depend on both. Trials make them independent of both (``tuning/same_draws.py``).
         optimistic_gain: the largest gain to expect. A setup that would not pay even with this gain is not started.
+        recompiles: True if candidates change a state that compiled code checks, such as the number of threads. Compiled
+            code is then compiled again, which is part of the setup.
     """
 
     effect: Effect = "rounding"
@@ -234,6 +238,15 @@ class StepTechnique(Measured):
     alternative_to: ClassVar[str] = ""
     changes_activations: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
+    recompiles: ClassVar[bool] = False
+
+    def setup_estimate(self, job: Job, pace: Pace) -> float:
+        """Return the seconds of a recompilation, if candidates cause one."""
+        return recompilation_seconds() if self.recompiles and has_compiled_code(job) else 0.0
+
+    def may_combine(self, job: Job) -> bool:
+        """Return True if trials may try the technique in combinations, which switch it often."""
+        return self.is_combinable and not (self.recompiles and has_compiled_code(job))
 
     @property
     def is_verified(self) -> bool:

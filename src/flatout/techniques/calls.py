@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flatout.core import formatting
 from flatout.core.batches import sizes_of, tensors_within
+from flatout.core.compiled_code import script_compiles
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.mfu.counting import is_counting
 from flatout.techniques.candidate import Candidate
@@ -183,6 +184,11 @@ def routed_calls(job: Job) -> list[RoutedCall]:
     return [
         call for call in (job.objective.compiled, job.spec.model._compiled_call_impl) if isinstance(call, RoutedCall)
     ]
+
+
+def has_compiled_code(job: Job) -> bool:
+    """Return True if ``torch.compile`` has made code that the script or the job calls."""
+    return script_compiles() or any(call.title == "torch.compile" for call in routed_calls(job))
 
 
 def comes_compiled(model: nn.Module) -> str:

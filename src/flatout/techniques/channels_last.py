@@ -72,6 +72,7 @@ class ChannelsLast(StepTechnique):
     expected = "8–35 %"
     rationale = "convolutions read and write their channels side by side, with no reordering in between"
     is_combinable = True
+    recompiles = True
     reseeds = "dropout draws other masks of the same distribution"
     checks_evaluation = True
     changes_activations = True

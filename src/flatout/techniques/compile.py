@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from flatout.core.breaks import Breaks
+from flatout.core.compiled_code import COLD_COMPILE_SECONDS, compiled_frames, count_as_own
 from flatout.guards import FirstOrder, HostRandom, PythonState
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique
@@ -37,9 +38,6 @@ from flatout.techniques.second_order import attach, check
 if TYPE_CHECKING:
     from flatout.report.model import Pace
     from flatout.training.job import Job
-
-COLD_COMPILE_SECONDS = 30.0
-"""Seconds of the first forward and backward of small models with an empty cache, on two cores: 28 to 35 s."""
 
 RELEARN_AFTER = 50
 """Number of plain training calls of one kind that justifies a compilation for it."""
@@ -137,22 +135,25 @@ class CompiledCall(RoutedCall):
             self._expected = 1
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, kernels = _compilations(), attention_kernels()
+        before, kernels = compiled_frames(), attention_kernels()
         with contextlib.ExitStack() as stack:
             if self.learning or self._expected:
                 # Otherwise a backward is compiled when it first runs, where a failure cannot be caught.
                 stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
             if kernels != TORCHS_ATTENTION:
                 stack.enter_context(_cached_for(kernels))
-            output = self._call(args, kwargs)
-        is_new = _compilations() != before
-        if is_new or self._hooks is None:
+            try:
+                output = self._call(args, kwargs)
+            finally:
+                compiled = compiled_frames() - before
+                count_as_own(compiled)
+        if compiled or self._hooks is None:
             self._hooks = Hooks(self._modules)
         if self._breaks is not None and torch.is_grad_enabled():
             attach(output, self._plainly, self._modules, args, kwargs, self._differentiate_again)
-            if is_new:
+            if compiled:
                 check(output, args, kwargs)
-        if is_new and not self.learning:
+        if compiled and not self.learning:
             if self._expected:
                 self._expected -= 1
             else:
@@ -272,11 +273,6 @@ def _ordinary(tensor: Tensor) -> Tensor:
         return tensor
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _compilations() -> int:
-    """Return the number of frames that Dynamo has compiled in this process."""
-    return torch._dynamo.utils.counters["frames"]["total"]
 
 
 def _latest_cause() -> str:

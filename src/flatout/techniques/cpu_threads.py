@@ -73,6 +73,7 @@ class CpuThreads(StepTechnique):
     keeps_cpu_time = False
     rationale = "operators are shared by this many threads: with more or fewer, they take longer"
     is_combinable = True
+    recompiles = True
 
     def check(self, job: Job) -> None:
         """Require a step on the CPU."""

@@ -64,6 +64,7 @@ class Precision(CompanionTechnique):
     rationale = "matrices are multiplied in 16-bit numbers; losses match fp32 within tolerance"
     reseeds = "dropout can draw other masks of the same distribution"
     is_combinable = True
+    recompiles = True
     changes_activations = True
     values = f"True, {', '.join(map(repr, DTYPES))}"
     optimistic_gain = 4.0

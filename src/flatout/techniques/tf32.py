@@ -108,6 +108,7 @@ class Tf32(StepTechnique):
     title = "TF32"
     rationale = "the GPU's matrix units multiply float32 matrices; losses match those without TF32 within tolerance"
     is_combinable = True
+    recompiles = True
     alternative_to = "precision"
     expected = "up to 7× on matrix products"
     optimistic_gain = 8.0

@@ -34,7 +34,7 @@ def judged(job: Job, mfu: float | None, rows: Iterable[Row], **where: Any) -> Ve
     """
     counts = job.work.counts
     family = family_of(counts[0].by_op) if counts else DENSE
-    _, peak = peak_of(job.spec, job.work, measure=False)
+    _, peak = peak_of(job.spec, job.work)
     gpu = _gpu(job)
     if gpu is not None:
         where |= {

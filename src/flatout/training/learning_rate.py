@@ -60,6 +60,15 @@ def lr_factor(rule: str, before: int, after: int) -> float:
     raise ValueError(f"rule must be one of {', '.join(map(repr, LR_RULES))}, got {rule!r}")
 
 
+def steps_of(scheduler: Any) -> int | None:
+    """Return the number of steps that a scheduler counts; None if it counts none."""
+    if isinstance(scheduler, ScaledSchedule):
+        scheduler = scheduler._scheduler
+    if isinstance(scheduler, torch.optim.lr_scheduler.ChainedScheduler):  # counts no steps itself
+        scheduler = scheduler._schedulers[0]
+    return getattr(scheduler, "last_epoch", None)
+
+
 class ScaledSchedule(Toggle):
     """Schedule of the user's learning rates times a factor, in the pace of the user's own updates.
 

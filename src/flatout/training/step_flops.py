@@ -45,18 +45,18 @@ def share_of_flops(work: CountedWork, module: str) -> float | None:
     return None
 
 
-def peak_of(spec: Spec, work: CountedWork, *, measure: bool) -> tuple[float | None, str]:
+def peak_of(spec: Spec, work: CountedWork, *, seconds: float = 0.0) -> tuple[float | None, str]:
     """Return the peak in FLOP/s that MFU refers to, in the precision of the model's products, and its source.
 
     Args:
         spec: model and device.
         work: counts of the job. The kind of products with most of the FLOPs decides which TF32 setting applies.
-        measure: True to allow a measurement of one or two seconds if no data sheet has the peak.
+        seconds: limit of a measurement if no data sheet has the peak. 0 allows no measurement.
     """
     real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
     dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # a complex product consists of float32 products
     if spec.device.type != "cuda":
-        peak = measured_peak_flops(spec.device, dtype, measure=measure)
+        peak = measured_peak_flops(spec.device, dtype, measure=seconds > 0, seconds=seconds)
         return peak, f"the fastest matrix product here in {_short(dtype)}"
     family = family_of(work.counts[0].by_op) if work.counts else DENSE
     tf32 = dtype is torch.float32 and multiplies_in_tf32(spec.device, _PRODUCTS.get(family, "matmul"))

@@ -16,6 +16,7 @@ from flatout.core import formatting
 from flatout.core.errors import Unsuitable
 from flatout.core.out_of_memory import free_memory
 from flatout.plan import CACHED, Plan
+from flatout.report.model import Row, Status
 from flatout.techniques import REGISTRY, LoaderTechnique, Measured, NotApplicable, StepTechnique
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
@@ -26,7 +27,7 @@ from flatout.tuning.plan_store import forget_decision, read_plan, write_plan
 from flatout.tuning.progress import log
 from flatout.tuning.race import RaceResult, race_once
 from flatout.tuning.search import Baseline, Outcome, conclude, confirm, measured_baseline, search
-from flatout.tuning.session import Session
+from flatout.tuning.session import EARLIER, Session
 from flatout.tuning.trial_runner import warm_up
 from flatout.tuning.verification import verify
 
@@ -99,7 +100,7 @@ def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
         failure = formatting.first_line(error)
     if failure:
         session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
-        log(session.notes[-1])
+        log(session.notes[-1], session.log_level)
         _roll_back(session, before, source)
         return None
     session.notes.append(
@@ -139,12 +140,19 @@ def _apply(session: Session, plan: Plan) -> None:
         try:
             session.tuner.check(technique)
             if value is False:
-                ledger.add(Decision(technique.row("not tried", f"{SOURCE} does without it")))
+                ledger.add(Decision(_left_out(technique, plan)))
             else:
                 with ranks.attempt():
                     keep(session, technique, value)
         except NotApplicable as reason:
             ledger.add(Decision(technique.row("not applicable", str(reason))))
+
+
+def _left_out(technique: Measured, plan: Plan) -> Row:
+    """Return the row of a technique that a plan does without, with the reason if the plan has it."""
+    status, why = plan.left_out.get(technique.name, ("not tried", ""))
+    known: Status = "rejected" if status == "rejected" else "not tried"
+    return technique.row(known, f"{EARLIER}{why}" if why else f"{SOURCE} does without it")
 
 
 def keep(session: Session, technique: Measured, value: Any) -> None:

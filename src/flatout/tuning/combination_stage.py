@@ -37,7 +37,7 @@ def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> 
 
     Each candidate is screened first: it must run, compute the same, and take at most a multiple of a step's time.
     """
-    combinable = [t for t in measured if isinstance(t, StepTechnique) and t.is_combinable]
+    combinable = [t for t in measured if isinstance(t, StepTechnique) and t.may_combine(bench.job)]
     techniques = [technique for technique in combinable if tuner.may_try(technique)]
     if len(techniques) < 2:
         return set()

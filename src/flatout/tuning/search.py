@@ -81,7 +81,7 @@ def search(session: Session) -> Baseline:
         if isinstance(technique, PricedRule) and candidate is not None and session.measures:
             with session.stage(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
-    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.is_combinable)]
+    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.may_combine(session.job))]
     bench.budget.later = sum(seconds[technique.name] for technique in others)
     with session.stage("trying combinations of techniques"):
         decided = decide_factors(tuner, bench, measured)
@@ -136,6 +136,7 @@ def confirm(session: Session, baseline: Baseline) -> Outcome:
     bench = session.bench
     with session.stage("racing the tuned loop against the original"):
         has_won = bool(bench.ledger.won)
+        _peak_of(session)  # in the time that trials have left, because the race may need the rest
         result = race(bench)
         if has_won and not bench.ledger.won:
             session.notes.append(f"no gain could be shown: {noise_and_load(bench)}")
@@ -214,14 +215,15 @@ def _found(technique: Advice, session: Session) -> Row:
 
 
 def _peak_of(session: Session) -> float | None:
-    """Return the peak of this rank's device in FLOP/s, which MFU refers to.
+    """Return the peak of this rank's device in FLOP/s, which MFU refers to; None if unknown.
 
-    Only rank 0 measures the peak of a CPU, because the ranks would disturb each other.
+    A measurement has to fit into the budget. Only rank 0 measures the peak of a CPU, because the ranks would disturb
+    each other.
     """
     job, ranks = session.job, session.job.spec.ranks
-    measures = ranks.rank == 0 and session.bench.budget.seconds > 0
+    left = session.bench.budget.left
     has_own = ranks.rank == 0 or job.spec.device.type == "cuda"
-    own = peak_of(job.spec, job.work, measure=measures)[0] if has_own else None
+    own = peak_of(job.spec, job.work, seconds=left if ranks.rank == 0 else 0.0)[0] if has_own else None
     of_first = ranks.first(own)
     return of_first if own is None else own
 

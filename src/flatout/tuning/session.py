@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,7 +29,7 @@ from flatout.data.sharding import shards_of
 from flatout.data.slices import sliced, why_not_sliced
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
-from flatout.techniques import REGISTRY, NotApplicable, Rule
+from flatout.techniques import REGISTRY, Measured, NotApplicable, Rule
 from flatout.techniques.batch_size import size_of
 from flatout.training.attachments import attach, detach
 from flatout.training.first_step import check_step
@@ -48,6 +49,11 @@ from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apar
 from flatout.tuning.request import Request
 from flatout.tuning.settling import settle
 from flatout.tuning.tuner import Tuner
+
+EARLIER = "in an earlier start: "
+"""Beginning of a reason that a cached plan holds, for the report."""
+
+_MEASURED = {technique.name for technique in REGISTRY if isinstance(technique, Measured)}
 
 DEFAULT_EPOCHS = 10
 """Epochs of a training without ``expected_steps``."""
@@ -135,6 +141,7 @@ class Session:
         self.ledger = Ledger()
         self.progress = Progress()
         self._told = ""
+        self.log_level = logging.DEBUG if request.is_recorded else logging.INFO  # a script's log has its own records
         self.own_size = size_of(self.job)
         self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
@@ -232,7 +239,7 @@ class Session:
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Show a stage to the user and to profilers, and log the decisions inside the block."""
-        with logged(self.ledger), self.progress.stage(what), mfu.nvtx_range(f"flatout: {what}"):
+        with logged(self.ledger, self.log_level), self.progress.stage(what), mfu.nvtx_range(f"flatout: {what}"):
             yield
 
     @property
@@ -264,12 +271,17 @@ class Session:
             load_average=self.load_average if self.measures else None,
             cores=self.cores,
             undecided=[name for name in self.ledger.undecided if name not in self.retried],
+            left_out={
+                row.technique: (row.status, row.why.removeprefix(EARLIER))
+                for row in self.rows
+                if row.status in ("rejected", "not tried") and row.technique in _MEASURED and not row.left_out
+            },
         )
 
     def end_tuning(self, gain: Gain | None) -> None:
         """Report the end of all trials, with the gain of the race if there was one."""
         told = f"tuned in {formatting.seconds(self.bench.budget.spent)}"
-        log(", ".join([told, *gain_of(gain)]))
+        log(", ".join([told, *gain_of(gain)]), self.log_level)
         self._told = f"flatout: {told}"
 
     def restore(self, error: BaseException) -> None:

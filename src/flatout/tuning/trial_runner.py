@@ -96,7 +96,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         techniques: the techniques of the candidate. The numerical checks of all of them apply.
     """
     setup, pair, verification = 0.0, None, None
-    has_setup = not all(technique.is_combinable for technique in techniques)
+    has_setup = not all(technique.may_combine(bench.job) for technique in techniques)
     if has_setup or not bench.is_long:
         took, expected = warm_up(bench, candidate), len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3
         if has_setup or took < HOPELESS_WARM_UP + HOPELESS * expected:

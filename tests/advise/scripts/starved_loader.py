@@ -1,4 +1,4 @@
-"""Training whose samples are slow to make."""
+"""Training whose samples are slow to make: their transform is a module, as those of torchvision are."""
 
 import torch
 from torch import nn
@@ -9,15 +9,21 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 
 
+class SlowTransform(nn.Module):
+    def forward(self, x):
+        for _ in range(60):
+            x = torch.sin(x)
+        return x
+
+
 class SlowSamples(Dataset):
+    transform = SlowTransform()
+
     def __len__(self):
         return 512
 
     def __getitem__(self, i):
-        x = torch.full((32,), float(i))
-        for _ in range(60):
-            x = torch.sin(x)
-        return x, i % 3
+        return self.transform(torch.full((32,), float(i))), i % 3
 
 
 loader = DataLoader(SlowSamples(), batch_size=32, num_workers=0)  # planted
