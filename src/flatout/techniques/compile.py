@@ -32,7 +32,7 @@ from flatout.techniques.calls import (
 )
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels
-from flatout.techniques.second_order import attach, check
+from flatout.techniques.second_order import attach, check, check_loss
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -152,6 +152,8 @@ class CompiledCall(RoutedCall):
             attach(output, self._plainly, self._modules, args, kwargs, self._differentiate_again)
             if is_new:
                 check(output, args, kwargs)
+        elif is_new:
+            check_loss(output)
         if is_new and not self.learning:
             if self._expected:
                 self._expected -= 1
