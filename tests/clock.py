@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from flatout.core.instance_class import users_class
 from tests.unseen import Unseen
 
 TICK = 2e-4
@@ -113,12 +114,12 @@ class TimedStep:
     @property
     def active(self) -> set[str]:
         """Names of the active techniques, from those that change the time of a step."""
-        weights = [] if self._model is None else [p for p in self._model.parameters() if p.dim() == 4]
+        layers = [] if self._model is None else [type(m) for m in self._model.modules() if isinstance(m, nn.Conv2d)]
         found = {
             "precision": self._autocast,
             "cpu_threads": torch.get_num_threads() != self._threads,
             "fused_optimizer": type(self._optimizer).__module__.startswith("flatout"),
-            "channels_last": any(not p.is_contiguous() for p in weights),
+            "channels_last": any(users_class(layer) is not layer for layer in layers),
             "sdpa_backend": not torch.backends.cuda.flash_sdp_enabled(),
         }
         return {name for name, is_active in found.items() if is_active}

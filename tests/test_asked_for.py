@@ -148,7 +148,7 @@ ELSEWHERE = {"tf32", "cudnn_benchmark", "cuda_graph", "static_graph", "gradient_
 
 CANNOT: dict[str, set[str]] = {
     "usual": set(),
-    "own loop": {"fp16", "channels_last", "fused_optimizer", "activation_checkpointing", "batch_size", "torchscript"},
+    "own loop": {"fp16", "fused_optimizer", "activation_checkpointing", "batch_size", "torchscript"},
     "own loop with optimizer": {"fp16", "activation_checkpointing", "batch_size", "torchscript"},
     "inference": {"fp16", "fused_optimizer", "activation_checkpointing", "batch_size"},
     "compute_loss": set(),

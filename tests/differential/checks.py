@@ -275,7 +275,6 @@ def _unexpected(job: Job, places: list[str], *allowed: str) -> list[str]:
         r"\.weight\b" if "old weight norm" in job.quirks else "",  # each forward creates the weight
         r"\._dynamo_",  # torch.compile leaves this mark on tensors
         r"\._plan\b",  # addresses in a plan of flatout's optimizer
-        r"(\.grad|state.*) \(memory\)" if "channels_last" in job.techniques else "",  # weights set the strides
         r"^loader\._rings",  # memory that flatout's loader reuses
         r"_table\." if job.loader == "cached" else "",  # a cache may hold more samples than before
         r"^loader.*_IterableDataset_len_called",  # ``len`` of the loader was called

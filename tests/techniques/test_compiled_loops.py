@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from tests.jobs import job_of
+import flatout
+from tests.jobs import NO_TECHNIQUES, job_of
 from tests.techniques.harness import PythonCalls, forced
 
 pytestmark = pytest.mark.slow
@@ -265,3 +266,33 @@ def test_changes_of_modules_act(made, change):
     if change == "double":
         batches = [x.double() for x in batches]
     assert_same_training(model, twin, batches)
+
+
+# -- run.step ------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_begins_to_penalize_gradients():
+    is_penalized = []
+
+    def loss(model, x):
+        x = x.clone().requires_grad_(bool(is_penalized))
+        output = total(model(x))
+        if is_penalized:
+            (slope,) = torch.autograd.grad(output, x, create_graph=True)
+            output = output + slope.square().mean()
+        return output
+
+    runs, batches = [], [torch.randn(8, 6) for _ in range(3)]
+    for compiled in (True, False):
+        is_penalized.clear()
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        techniques = NO_TECHNIQUES | {"compile": compiled}
+        run = flatout.optimize(model, batches, optimizer, compute_loss=loss, techniques=techniques, budget=0, plan=None)
+        for each in (False, True):
+            is_penalized += [True] * each
+            for x in batches:
+                run.step(x)
+        runs.append(model)
+    assert_same(runs[0].parameters(), runs[1].parameters())

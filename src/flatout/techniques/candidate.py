@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from flatout.core.toggle import Toggle
 
@@ -20,14 +20,12 @@ class Candidate(Toggle):
         steps_to_record: steps that each batch needs after a restore of state before the candidate replays again. 0 for
             candidates that do not record steps.
         steps_to_switch: untimed steps that the candidate needs after it is turned on to reach its full speed.
-        moves_storage: True if parameters have other storage while the candidate is on.
     """
 
     value: Any
     failure: str = ""
     steps_to_record: int = 0
     steps_to_switch: int = 0
-    moves_storage: ClassVar[bool] = False
 
     def __enter__(self) -> None:
         self.enable()

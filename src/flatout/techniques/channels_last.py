@@ -1,13 +1,17 @@
-"""Additional technique: convolution weights in channels_last memory format."""
+"""Additional technique: convolutions in channels_last memory format."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv_transpose2d
+from torch.utils import _pytree as pytree
 
+from flatout.core.instance_class import instance_class, take_class_out
 from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 
@@ -17,44 +21,86 @@ if TYPE_CHECKING:
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-class ChannelsLastCandidate(Candidate):
-    """Candidate that gives 2-d convolution weights and their moments channels_last strides, and reverts this.
+def _channels_last(tensor: Tensor) -> Tensor:
+    """Return a batch of images in channels_last. ``contiguous`` would not change the strides of one channel."""
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
-    Convolutions give their outputs the memory format of the weight, so inputs need no conversion. They read the format
-    from the strides, even if both formats have the same memory (one channel, 1x1 kernels). In this case ``to`` sets the
-    strides, and ``contiguous`` does not. The weights' own storage is kept and used again afterwards, so other
-    references to it stay valid.
+
+def _with_own_gradient(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor whose gradient is contiguous, too, as a script expects that flattens gradients."""
+    if not tensor.requires_grad or not tensor.is_contiguous():
+        return tensor
+    return tensor.view(-1).view(tensor.shape)
+
+
+def _convolution_class(base: Any) -> type[nn.Module]:
+    """Return a class of a convolution that converts its input. Outputs have the format of the input."""
+
+    def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made: Tensor = base._conv_forward(self, _channels_last(input), _with_own_gradient(weight), bias)
+        return made
+
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
+        )
+        weight = _with_own_gradient(self.weight)
+        settings = self.bias, self.stride, self.padding, padding, self.groups, self.dilation
+        return conv_transpose2d(_channels_last(input), weight, *settings)
+
+    if issubclass(base, nn.Conv2d):
+        return instance_class(base, _conv_forward=_conv_forward)
+    return instance_class(base, forward=forward)
+
+
+def _model_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of a model whose outputs and whose gradients of inputs are contiguous, as a script knows them."""
+
+    def given(tensor: Tensor) -> Tensor:
+        return _with_own_gradient(tensor) if tensor.dim() == 4 else tensor
+
+    def returned(tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if tensor.dim() == 4 else tensor
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, given, (args, kwargs))
+        return pytree.tree_map_only(Tensor, returned, base.forward(self, *args, **kwargs))
+
+    return instance_class(base, forward=forward)
+
+
+class ChannelsLastCandidate(Candidate):
+    """Candidate that gives convolutions a class that converts their inputs to channels_last.
+
+    Weights, gradients and moments keep their strides, because scripts flatten them with ``view``. The first convolution
+    converts its input, and the others receive channels_last from it.
     """
 
-    label = "weights"
+    label = "activations"
     value = True
-    moves_storage = True
 
-    def __init__(self, weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
-        self._weights = weights
-        self._optimizer = optimizer
-        self._own: list[Tensor] = []
+    def __init__(self, model: nn.Module, convolutions: Sequence[nn.Module]) -> None:
+        self._makers = [(weakref.ref(module), _convolution_class) for module in convolutions]
+        self._makers.append((weakref.ref(model), _model_class))
+        self._made: list[tuple[weakref.ref[nn.Module], type[nn.Module]]] = []
+        self._classes: dict[Any, type[nn.Module]] = {}  # compiled code depends on the class
 
     def _turn_on(self) -> None:
-        self._own = [weight.data for weight in self._weights]
-        for weight in self._weights:
-            weight.data = weight.data.to(memory_format=torch.channels_last)
-            self._follow(weight, torch.channels_last)
+        for reference, make in self._makers:
+            module = reference()
+            if module is not None:
+                key = make, type(module)
+                if key not in self._classes:
+                    self._classes[key] = make(type(module))
+                module.__class__ = self._classes[key]
+                self._made.append((reference, self._classes[key]))
 
     def _turn_off(self) -> None:
-        for weight, own in zip(self._weights, self._own, strict=True):
-            weight.data = own.copy_(weight.data)
-            self._follow(weight, torch.contiguous_format)
-        self._own = []
-
-    def _follow(self, weight: nn.Parameter, memory_format: torch.memory_format) -> None:
-        """Give gradient and moments the strides of their parameter, because fused updates read them as flat memory."""
-        if weight.grad is not None:  # a new tensor, because DDP's gradient must stay a view of its bucket
-            weight.grad = weight.grad.to(memory_format=memory_format)
-        state = self._optimizer.state[weight] if self._optimizer and weight in self._optimizer.state else {}
-        for tensor in state.values():
-            if isinstance(tensor, Tensor) and tensor.shape == weight.shape:
-                tensor.data = tensor.data.to(memory_format=memory_format)
+        for reference, cls in reversed(self._made):
+            module = reference()
+            if module is not None:
+                take_class_out(module, cls)
+        self._made = []
 
 
 class ChannelsLast(StepTechnique):
@@ -62,7 +108,8 @@ class ChannelsLast(StepTechnique):
 
     When it helps: convolutional nets, most of all in 16 bits on tensor cores. CPUs also profit if the format saves
     their convolution libraries a reordering. When it hurts: operators without a channels_last kernel convert back and
-    forth. A ``view`` of an activation may fail with the new strides, which a trial detects. Dropout draws its mask in
+    forth. Weights keep their strides, so that a convolution without channels_last kernels reorders them in each step. A
+    ``view`` of an activation may fail with the new strides, which a trial detects. Dropout draws its mask in
     the order of memory, so the same seed gives another mask of the same distribution. Expected: PyTorch's tutorial on
     memory formats, for nets on a V100 under mixed precision.
     """
@@ -82,32 +129,24 @@ class ChannelsLast(StepTechnique):
         return "reseeded" if job.objective.draws else self.effect
 
     def check(self, job: Job) -> None:
-        """Require a model with 2-d convolutions whose weights are in the default format.
-
-        A training also requires its optimizer. Fused updates, including those of torch, read weights and moments in
-        the order of memory, so moments must have the strides of their weight.
-        """
-        if not self._weights(job):
+        """Require a model with 2-d convolutions whose weights are in the default format."""
+        if isinstance(job.spec.model, torch.jit.ScriptModule) or not self._convolutions(job):
             raise NotApplicable("the model has no 2-d convolution with weights in the default memory format")
-        if job.spec.optimizer is None and not job.spec.inference:
-            raise NotApplicable("no optimizer was given to optimize(), and moments must follow the weights' strides")
+        if "forward" in vars(job.spec.model):
+            raise NotApplicable("the model's forward was replaced on the instance; its class's is not what runs")
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""
-        return [ChannelsLastCandidate(self._weights(job), job.spec.optimizer)]
+        return [ChannelsLastCandidate(job.spec.model, self._convolutions(job))]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if there are convolutions and all of their weights are already in channels_last."""
-        return any(isinstance(m, CONVOLUTIONS) for m in job.spec.model.modules()) and not self._weights(job)
+        return any(isinstance(m, CONVOLUTIONS) for m in job.spec.model.modules()) and not self._convolutions(job)
 
     @staticmethod
-    def _weights(job: Job) -> list[nn.Parameter]:
-        weights = {
-            id(m.weight): m.weight
-            for m in job.spec.model.modules()
-            if isinstance(m, CONVOLUTIONS) and type(m.weight) is nn.Parameter
-        }
-        return [w for w in weights.values() if w.is_contiguous() and w.stride() != _channels_last_strides(w)]
+    def _convolutions(job: Job) -> list[nn.Module]:
+        found = [m for m in job.spec.model.modules() if isinstance(m, CONVOLUTIONS) and type(m.weight) is nn.Parameter]
+        return [m for m in found if m.weight.is_contiguous() and m.weight.stride() != _channels_last_strides(m.weight)]
 
 
 def _channels_last_strides(weight: Tensor) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from flatout.techniques.calls import (
 )
 from flatout.techniques.candidate import Candidate
 from flatout.techniques.sdpa_backend import TORCHS_ATTENTION, attention_kernels
-from flatout.techniques.second_order import attach, check
+from flatout.techniques.second_order import attach, check, check_loss
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -153,6 +153,8 @@ class CompiledCall(RoutedCall):
             attach(output, self._plainly, self._modules, args, kwargs, self._differentiate_again)
             if compiled:
                 check(output, args, kwargs)
+        elif compiled:
+            check_loss(output)
         if compiled and not self.learning:
             if self._expected:
                 self._expected -= 1

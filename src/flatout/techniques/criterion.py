@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 class Placement(Candidate):
     """Candidate that moves modules, together with the optimizer's state, to a device and back."""
 
-    moves_storage = True
-
     def __init__(self, job: Job) -> None:
         self.label = self.value = str(job.spec.device)
         self._optimizer = job.spec.optimizer

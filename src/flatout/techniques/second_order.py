@@ -121,23 +121,37 @@ def check(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     Raises:
         Unsuitable: the call has several compiled parts, whose gradients cannot be differentiated again.
     """
-    left: list[Any] = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    stops = {t.grad_fn for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-    seen: set[Any] = {None, *stops}
-    compiled = []
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        compiled += [node] if _is_compiled(node) else []
-        left += [function for function, _ in node.next_functions]
+    compiled = [node for node in _nodes_of(output, (args, kwargs)) if _is_compiled(node)]
     if len(compiled) > 1 or any(
         not hasattr(node, _CALL) or _inputs_of(node, args, kwargs) is None for node in compiled
     ):
         raise Unsuitable(
             "Dynamo makes several parts of the model, whose gradients your loop could not differentiate again"
         )
+
+
+def check_loss(loss: Any) -> None:
+    """Check new compiled code of a whole loss.
+
+    Raises:
+        Unsuitable: the loss depends on gradients of compiled code, which cannot be differentiated again.
+    """
+    if any(type(node).__name__ == "CompiledFunctionBackwardBackward" for node in _nodes_of(loss, ())):
+        raise Unsuitable("the loss differentiates a gradient again, which compiled code cannot do")
+
+
+def _nodes_of(output: Any, given: Any) -> list[Any]:
+    """Return the nodes of the graph from ``output`` to the tensors in ``given`` and to leaves."""
+    left: list[Any] = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    seen: set[Any] = {None, *(t.grad_fn for t in pytree.tree_leaves(given) if isinstance(t, Tensor))}
+    found = []
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            left += [function for function, _ in node.next_functions]
+    return found
 
 
 def _inputs_of(node: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor | None] | None:
