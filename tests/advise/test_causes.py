@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from flatout.advise.advice import Advice
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.causes import Cause, boxes_of, causes_of
 from flatout.advise.observe import CallSite, LoaderSite, Observer
@@ -17,7 +22,7 @@ from flatout.advise.text import explanation
 from flatout.autotune.recorded import RecordedCall
 from flatout.autotune.script_report import ScriptReport
 from flatout.profile.profile_data import PHASES, Operator
-from flatout.report import Gain, Row
+from flatout.report import Gain, Row, Status
 from tests.profile.profile_sample import ended_early
 from tests.report.comparison_sample import script, summary
 
@@ -147,6 +152,38 @@ def test_workers_are_advised_where_they_help(
     assert (cause and cause.values["remedy"]) == remedy
     assert (cause and cause.gain) == (None if gain is None else pytest.approx(gain))
     assert boxes_of(observations, causes_of(observations))[1].is_ticked is (cause is None)
+
+
+NOISY = Gain(4.0, 0.9, 17.0)
+SHOWN = {
+    "kept": (Row("compile", 9, "compile", "kept", "", "", Gain(1.5, 1.3, 1.7)), 1.5),
+    "kept without an interval above 1": (Row("compile", 9, "compile", "kept", "", "", NOISY), None),
+    "rejected by one pair": (Row("compile", 9, "compile", "rejected", "", "", Gain(4.0)), None),
+    "rejected after a gain": (Row("compile", 9, "compile", "rejected", "", "", Gain(1.5, 1.3, 1.7)), None),
+    "undecided": (Row("compile", 9, "compile", "not tried", "", "", NOISY), None),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_only_a_shown_gain_is_one(name: str, tmp_path: Path) -> None:
+    trial, gain = SHOWN[name]
+    advice = Advice.of(seen(None, 0.0, row=trial), tmp_path)
+    advice.to_json(tmp_path / "advice.json")
+    (technique,) = json.loads((tmp_path / "advice.json").read_text())["techniques"]
+    assert (technique["status"], technique["gain"]) == (trial.status, gain)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(replace(advice, updates=1))
+    assert ("compile" in console.file.getvalue()) is (gain is not None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("status", "remedy"), [("rejected", "cheaper_samples"), ("not tried", "more_workers")])
+def test_a_noisy_gain_of_a_trial_is_no_advice(status: Status, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.advise.causes.usable_cores", lambda: 3)
+    trial = Row("workers", 2, "workers", status, "", "", NOISY)
+    cause = found(seen(loader(0), 0.9, row=trial), "starved_loader")
+    assert cause is not None
+    assert cause.values["remedy"] == remedy
+    assert cause.gain != NOISY.ratio
 
 
 def test_a_stream_gets_no_workers_by_a_diff() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.advise.causes import Box, Cause, boxes_of, causes_of, rows_of, training_site
+from flatout.advise.causes import Box, Cause, boxes_of, causes_of, rows_of, shown_gain, training_site
 from flatout.advise.edits import diff_of
 from flatout.advise.session import Observations
 from flatout.advise.text import BOXES, MARKS, explanation
@@ -58,7 +58,7 @@ class Advice:
     def to_json(self, path: Path) -> None:
         """Write all data to a JSON file."""
         techniques = [
-            {"module": module, "technique": row.technique, "status": row.status, "gain": row.gain and row.gain.ratio}
+            {"module": module, "technique": row.technique, "status": row.status, "gain": shown_gain(row)}
             for module, row in self.techniques
         ]
         data: dict[str, Any] = {
@@ -93,13 +93,13 @@ class Advice:
         return table
 
     def _gains(self) -> RenderableType:
-        """Return the causes and the techniques that a trial found faster, in one table."""
+        """Return the causes and the techniques that trials have shown to be faster, in one table."""
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_row(*(Text(name, style="bold") for name in ("gain", "what", "where")))
         table.columns[0].justify = "right"
-        helpful = [(module, row) for module, row in self.techniques if row.gain is not None and row.gain.ratio > 1]
         found = [(cause.gain or 0.0, self._cause_row(cause)) for cause in self.causes]
-        found += [(row.gain.ratio, _technique_row(module, row)) for module, row in helpful if row.gain is not None]
+        shown = [(module, row, shown_gain(row)) for module, row in self.techniques]
+        found += [(gain, _technique_row(module, row, gain)) for module, row, gain in shown if gain is not None]
         if not found:
             return Text("Nothing sticks out, and no technique that was tried is faster.")
         for _, cells in sorted(found, key=lambda each: -each[0]):
@@ -111,6 +111,5 @@ class Advice:
         return Text(gain), Text(explanation(cause)), Text(formatting.clean(cause.where), style="cyan")
 
 
-def _technique_row(module: str, row: Row) -> tuple[Text, Text, Text]:
-    assert row.gain is not None
-    return Text(f"{row.gain.ratio:.2f}×"), Text(f"{row.technique} {formatting.clean(row.chosen)}".strip()), Text(module)
+def _technique_row(module: str, row: Row, gain: float) -> tuple[Text, Text, Text]:
+    return Text(f"{gain:.2f}×"), Text(f"{row.technique} {formatting.clean(row.chosen)}".strip()), Text(module)

@@ -229,9 +229,14 @@ def workers_to_use() -> int:
 
 
 def rows_of(seen: Observations) -> list[tuple[str, Row]]:
-    """Return the module and row of each measured technique, the largest gain first."""
+    """Return the module and row of each timed technique, the largest shown gain first."""
     rows = [(each.module, row) for each in seen.report.modules for row in each.report.rows if row.gain is not None]
-    return sorted(rows, key=lambda each: -_ratio(each[1]))
+    return sorted(rows, key=lambda each: -(shown_gain(each[1]) or 0.0))
+
+
+def shown_gain(row: Row) -> float | None:
+    """Return the gain of a technique that trials kept, if its whole interval is above 1; None for any other row."""
+    return row.gain.ratio if row.status == "kept" and row.gain is not None and row.gain.low > 1 else None
 
 
 def has_bf16_units(device: str) -> bool:
@@ -259,9 +264,11 @@ def _share_of_products(seen: Observations) -> float:
 
 
 def _gain(seen: Observations, technique: str) -> float | None:
-    """Return the best gain of a technique over all modules; None if the technique was not timed."""
-    return max((_ratio(row) for _, row in rows_of(seen) if row.technique == technique), default=None)
+    """Return the best shown gain of a technique over all modules.
 
-
-def _ratio(row: Row) -> float:
-    return 0.0 if row.gain is None else row.gain.ratio
+    The gain of a technique that trials rejected is at most 1. None means that no trial has decided.
+    """
+    rows = [row for _, row in rows_of(seen) if row.technique == technique]
+    shown = [gain for gain in map(shown_gain, rows) if gain is not None]
+    rejected = [min(1.0, row.gain.ratio) for row in rows if row.status == "rejected" and row.gain is not None]
+    return max(shown or rejected, default=None)
