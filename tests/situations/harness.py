@@ -115,7 +115,7 @@ class Start:
 Train = Callable[[Start], Seen]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Situation:
     """A training, and the forms and the technique that it is tried with.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 
 import numpy as np
@@ -17,6 +18,11 @@ NOISE = {"scale": 1.0}
 IN_MEMORY = {"in_memory": True}
 
 
+def decoded(value: int) -> float:
+    """Return a number that takes as long to compute as the decoding of a small image."""
+    return sum(math.sin(k) for k in range(50 * value)) / 400
+
+
 class Points(Dataset):
     """Points that are computed sample by sample, as people write datasets."""
 
@@ -28,11 +34,11 @@ class Points(Dataset):
         return len(self.x)
 
     def __getitem__(self, i):
-        x = self.x[i] - self.x[i].mean()
+        x = self.x[i] - decoded(8)
         return (self.transform(x) if self.transform else x), int(self.y[i])
 
 
-def train(start: Start, data, change, epochs=10, shuffle=True, **loader):
+def train(start: Start, data, change, epochs=14, shuffle=True, **loader):
     """Train, call ``change`` before each epoch, and return the sums of all batches that came."""
     model = mlp()
     batches = DataLoader(data, batch_size=16, shuffle=shuffle, **loader)
@@ -55,7 +61,7 @@ def transform_replaced_after_a_few_epochs(start: Start):
     def change(epoch):
         if epoch == 4:
             data.transform = lambda x: x.roll(1)
-        if epoch == 7:
+        if epoch == 9:
             data.transform = torch.relu
 
     return train(start, data, change)
@@ -64,7 +70,7 @@ def transform_replaced_after_a_few_epochs(start: Start):
 @KIND.add(forced=IN_MEMORY)
 def indices_of_a_subset_replaced(start: Start):
     data = Subset(Points(), list(range(64)))
-    return train(start, data, lambda epoch: setattr(data, "indices", list(range(8 * epoch, 64 + 4 * epoch))), epochs=12)
+    return train(start, data, lambda epoch: setattr(data, "indices", list(range(4 * epoch, 64 + 4 * epoch))), epochs=16)
 
 
 @KIND.add(forced=IN_MEMORY)
@@ -80,7 +86,7 @@ def labels_refreshed_in_a_list_of_tuples(start: Start):
 
         def __getitem__(self, i):
             path, label = self.samples[i]
-            return torch.full((8,), int(path.split(".")[0]) / 128).sin(), label
+            return torch.full((8,), int(path.split(".")[0]) / 128 + decoded(8)), label
 
     data = Listed()
 
@@ -105,7 +111,7 @@ def files_written_again_between_epochs(start: Start):
             np.save(start.folder / f"{i}.npy", np.full(8, i / 48 + epoch, dtype=np.float32))
 
     change(0)
-    return train(start, Files(), change, epochs=12)
+    return train(start, Files(), change, epochs=20)
 
 
 @KIND.add(forced=IN_MEMORY)
@@ -152,14 +158,14 @@ def memory_map_written_by_the_script(start: Start):
             return 96
 
         def __getitem__(self, i):
-            return torch.from_numpy(np.array(self.x[i])), i % 4
+            return torch.from_numpy(self.x[i] + np.float32(decoded(8))), i % 4
 
     path = start.folder / "features.bin"
     np.arange(768, dtype=np.float32).tofile(path)
     written = np.memmap(path, dtype=np.float32, mode="r+", shape=(96, 8))
 
     def change(epoch):  # features of the present model, as in two-stage training
-        written[epoch::3] = np.sin(np.arange(8) + epoch)
+        written[epoch % 3 :: 3] = np.sin(np.arange(8) + epoch)
         written.flush()
 
     return train(start, Mapped(path), change)
@@ -175,7 +181,7 @@ def arrays_in_a_dict_replaced(start: Start):
             return len(self.tables["y"])
 
         def __getitem__(self, i):
-            return self.tables["x"][i], self.tables["y"][i]
+            return self.tables["x"][i] + np.float32(decoded(8)), self.tables["y"][i]
 
     data = Tables()
 
@@ -183,7 +189,7 @@ def arrays_in_a_dict_replaced(start: Start):
         if epoch % 4 == 3:
             data.tables["x"] = np.roll(data.tables["x"], 1, axis=0)
 
-    return train(start, data, change, epochs=12)
+    return train(start, data, change, epochs=20)
 
 
 @KIND.add(forced=IN_MEMORY)
@@ -211,21 +217,22 @@ def inputs_written_through_data(start: Start):
 def buffer_that_shrinks(start: Start):
     class Buffer(Dataset):
         def __init__(self):
-            self.items = [(torch.full((8,), i / 100), i % 4) for i in range(128)]
+            self.items = [(torch.full((8,), i / 100), i % 4) for i in range(160)]
 
         def __len__(self):
             return len(self.items)
 
         def __getitem__(self, i):
-            return self.items[i]
+            x, y = self.items[i]
+            return x + decoded(8), y
 
     data = Buffer()
 
     def change(epoch):
         if epoch % 2:
-            del data.items[::8]
+            del data.items[::12]
 
-    return train(start, data, change, epochs=14)
+    return train(start, data, change)
 
 
 @KIND.add(forced=IN_MEMORY)
@@ -289,7 +296,7 @@ def collate_that_follows_a_schedule(start: Start):
         x = torch.stack([x for x, _ in samples])
         return torch.where(torch.arange(8) < state["keep"], x, 0.0), torch.tensor([y for _, y in samples])
 
-    return train(start, Points(), lambda epoch: state.update(keep=8 - epoch // 2), collate_fn=collate)
+    return train(start, Points(), lambda epoch: state.update(keep=8 - epoch // 3), collate_fn=collate)
 
 
 @KIND.add(forced=IN_MEMORY)
