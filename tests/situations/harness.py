@@ -31,6 +31,9 @@ OWN_LOOP = ("two values", "run")
 ROUNDING = ("batch_size", "channels_last", "compile", "fused_optimizer", "torchscript")
 """Techniques that change the order of sums. All others must give the same bits."""
 
+OF_LOADERS = ("in_memory", "workers")
+"""Techniques that trials decide alone, because their turn comes last, when a small budget has been spent."""
+
 LONGEST = 100
 """Seconds after which a training hangs. The slowest takes a tenth of it."""
 
@@ -59,9 +62,9 @@ class Start:
         run: result of ``optimize``, None in the other forms.
     """
 
-    def __init__(self, form: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, form: str, folder: Path, settings: Mapping[str, Any], budget: float) -> None:
         self.form, self.folder, self.run = form, folder, None
-        self._settings = settings
+        self._settings, self._budget = settings, budget
         self._tuning: Any = None
 
     @contextlib.contextmanager
@@ -107,7 +110,9 @@ class Start:
 
     def _optimized(self, *given: Any, **arguments: Any) -> Any:
         try:
-            return flatout.optimize(*given, budget=1, plan=None, expected_steps=20_000, **arguments, **self._settings)
+            return flatout.optimize(
+                *given, budget=self._budget, plan=None, expected_steps=20_000, **arguments, **self._settings
+            )
         except ValueError as error:
             raise Refused(str(error)) from error
 
@@ -125,6 +130,7 @@ class Situation:
         forced: techniques that the second round forces, alone. Trials decide in the first round.
         forced_forms: forms of the second round.
         tolerance: largest difference of weights that trials may leave.
+        budget: seconds that ``optimize`` may measure.
     """
 
     train: Train
@@ -132,8 +138,11 @@ class Situation:
     forced: Mapping[str, Any] | None
     forced_forms: Sequence[str]
     tolerance: float
+    budget: float
 
     def settings(self, way: str) -> dict[str, Any]:
+        if way == "trials" and self.forced and any(name in OF_LOADERS for name in self.forced):
+            return {"techniques": {name: False for name in NO_TECHNIQUES if name not in self.forced}}
         if way == "trials":
             return {"techniques": {"compile": False}, "precision": "fp32"}
         return {"techniques": NO_TECHNIQUES | dict(self.forced)}
@@ -154,9 +163,10 @@ class Table:
         forced: Mapping[str, Any] | None = None,
         forced_forms: Sequence[str] | None = None,
         tolerance: float = 1e-3,
+        budget: float = 1,
     ) -> Callable[[Train], Train]:
         def added(train: Train) -> Train:
-            self.situations.append(Situation(train, forms, forced, forced_forms or forms, tolerance))
+            self.situations.append(Situation(train, forms, forced, forced_forms or forms, tolerance, budget))
             return train
 
         return added
@@ -201,7 +211,7 @@ def _observed(situation: Situation, form: str, settings: Mapping[str, Any]) -> S
     random.seed(0)
     said = io.StringIO()
     with _limited(), _quick_compiler(), tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
-        start = Start(form, Path(folder), settings)
+        start = Start(form, Path(folder), settings, situation.budget)
         with start.unchanged():
             seen = situation.train(start)
     return seen | {"stdout": said.getvalue()}
