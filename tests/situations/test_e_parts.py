@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, ctc_loss, mse_loss, normalize
@@ -210,7 +212,7 @@ def accumulation_over_unequal_batches(start: Start):
     cuts = [0]
     while cuts[-1] < 160:
         cuts.append(min(160, cuts[-1] + 8 + len(cuts) % 8))
-    loader = DataLoader(points(160), batch_sampler=[order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    loader = DataLoader(points(160), batch_sampler=[order[a:b] for a, b in itertools.pairwise(cuts)])
     model = accumulated(start, mlp(), loader, classified, lambda batch: len(batch[0]))
     return {"weights": weights(model)}
 
@@ -248,7 +250,7 @@ def memory_limit_with_a_loss_over_the_batch(start: Start):
         out = normalize(model(batch[0]))
         return torch.logsumexp(out @ out.T / 0.5, 1).mean()
 
-    limit = {"memory_limit": 12_000_000} if start.form == "step" else {}
+    limit = {"memory_limit": 8_000_000} if start.form == "step" else {}
     seen = train(start, mlp(8, 1024, 8), loss, points(1024), batch_size=512, epochs=2, **limit)
     return seen
 
