@@ -80,7 +80,7 @@ class Start:
         self,
         model: nn.Module,
         loader: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         loss: Loss | None = None,
         **arguments: Any,
     ) -> Loop:
