@@ -29,6 +29,7 @@ def ran(folder: Path, *command: str) -> tuple[int, str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_script(script, tmp_path):
     expected = ran(tmp_path, str(script))
+    assert "Traceback" not in expected[1]
     assert ran(tmp_path, str(script)) == expected
     command = ("-m", "flatout", "run", "--plan", "none", "--without", "compile", "--precision", "fp32", str(script))
     assert ran(tmp_path, *command) == expected

@@ -15,7 +15,7 @@ teacher = {name: p.detach().clone() for name, p in model.named_parameters()}
 path = os.path.join(tempfile.mkdtemp(), "log.txt")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with open(path, "w") as log:
-    model.register_forward_hook(lambda module, args, output: log.write(f"{output.shape[0]}\n"))
+    model.register_forward_hook(lambda module, args, output: print(output.shape[0], file=log))
     for _ in range(600):
         x = torch.randn(32, 16)
         with torch.no_grad():
