@@ -1,0 +1,1 @@
+"""Situations of real trainings, each in plain PyTorch and in the three forms of flatout."""
