@@ -38,18 +38,22 @@ headers := $(filter %.h %.cuh,$(native))
 formatted := $(filter %.h %.cuh %.cpp %.cu,$(native)) $(shell find tests/emulated_cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 
-.PHONY: demo test test-scripts test-emulated lint format test-torches gpu-check clean FORCE
+.PHONY: demo test test-scripts test-situations test-emulated lint format test-torches gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
 	$(VENV)/bin/python -m flatout demo $(ARGS)
 
 test: $(VENV)/.native $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/foreign_scripts $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/foreign_scripts --ignore=tests/situations $(ARGS)
 
 # Whole training scripts of 19 kinds, each run once by python and twice by flatout run. Each run is a separate process.
 test-scripts: $(VENV)/.native $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) tests/foreign_scripts $(ARGS)
+
+# Trainings as people write them, in the three forms of flatout, each against plain PyTorch. It takes many minutes.
+test-situations: $(VENV)/.native $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) tests/situations $(ARGS)
 
 # The kernels without a GPU. g++ compiles the kernels, and a program compares them with the optimizers' definitions,
 # also under AddressSanitizer.
