@@ -46,6 +46,7 @@ def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True
         with state.extended():
             result = job.objective.infer(given) if job.spec.inference else _loss(job.objective, given, needs_loss)
         (_check_output if job.spec.inference else _check_loss)(result)
+        del result  # with its graph, so that the next forward has the memory
     except TypeError as error:
         reason = "" if job.spec.compute_loss is not None else why_not_taken(job.spec.model, batch)
         if not reason:

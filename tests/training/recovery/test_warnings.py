@@ -58,6 +58,8 @@ def test_nothing_differs_in_eval_mode():
     layer = lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.1))  # noqa: E731
     run = make(net(3, 1, layer), loss_fn=nn.MultiMarginLoss())
     run.model.eval()
+    with pytest.warns(UserWarning, match="eval mode"):
+        run.step(batches_of(4)[0])
     (warning,) = warnings_of(run, 16)
     assert not differences(warning)
 
