@@ -26,8 +26,8 @@ def classified(model, batch):
     return cross_entropy(model(x), y)
 
 
-def train(start: Start, model, loss=classified, epochs=8, **loader):
-    """Train for 64 steps by default, and return the model's weights and the losses."""
+def train(start: Start, model, loss=classified, epochs=14, **loader):
+    """Train for 112 steps by default, and return the model's weights and the losses."""
     batches = DataLoader(points(), **({"batch_size": 16} | loader))
     model, batches, step = start(model, batches, sgd(model), loss)
     losses = [step(batch) for _ in range(epochs) for batch in batches]
@@ -49,7 +49,7 @@ def queue_of_momentum_contrast(start: Start):
             return cross_entropy(logits / 0.2, torch.zeros(len(key), dtype=torch.long))
 
     contrast = Contrast()
-    seen = train(start, mlp(), contrast, epochs=9)
+    seen = train(start, mlp(), contrast, epochs=15)
     return {"weights": [*seen["weights"], contrast.keys], "next": contrast.next}
 
 
@@ -86,7 +86,7 @@ def bank_of_features_in_numpy(start: Start):
 
     loader = DataLoader(TensorDataset(x, torch.stack([y, torch.arange(128)], 1)), batch_size=16, shuffle=True)
     model, loader, step = start(model, loader, sgd(model), loss)
-    for _ in range(8):
+    for _ in range(14):
         for batch in loader:
             step(batch)
     return {"weights": [*weights(model), torch.from_numpy(bank)], "written": written.tolist()}
@@ -210,7 +210,7 @@ def warm_up_of_a_term_in_the_forward(start: Start):
         def forward(self, x):
             mean, log_variance = self.encoder(x).chunk(2, 1)
             self.step += 1
-            self.beta = min(1.0, self.step / 40)
+            self.beta = min(1.0, self.step / 80)
             kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
             return self.decoder(mean), self.beta * kl
 
@@ -282,14 +282,14 @@ def progress_in_a_logging_hook(start: Start):
 @KIND.add()
 def curriculum_inside_the_forward(start: Start):
     class Growing(nn.Module):
-        """Shows one more feature every eight calls."""
+        """Shows one more feature every 14 calls."""
 
         def __init__(self):
             super().__init__()
             self.body, self.calls, self.history = mlp(), 0, []
 
         def forward(self, x):
-            shown = min(8, 1 + self.calls // 8)
+            shown = min(8, 1 + self.calls // 14)
             if not self.history or self.history[-1] != shown:
                 self.history.append(shown)
             self.calls += 1
