@@ -750,7 +750,7 @@ def tuned(recorders, clock, counts_on_the_host):
     """Function that tunes a job with given seconds per plain, fused and replayed step."""
 
     def tune(plain, fused, replayed, optimizer=adamw, *, budget=1000, noise=0.0, **techniques):
-        factor, unseen = random.Random(0), Unseen(recorders=recorders)
+        unseen = Unseen(recorders=recorders, factor=random.Random(0))
 
         torch.manual_seed(0)
         model = Net()
@@ -760,7 +760,7 @@ def tuned(recorders, clock, counts_on_the_host):
         def seconds(*_):
             is_replayed = any(recorder.is_replaying for recorder in unseen.recorders)
             mean = replayed if is_replayed else fused if isinstance(opt, flatout.optim.AdamW) else plain
-            return mean * factor.lognormvariate(0, noise)
+            return mean * unseen.factor.lognormvariate(0, noise)
 
         step = TimedStep(clock, seconds)
         names = {"fused_optimizer", "cuda_graph", *techniques}

@@ -24,7 +24,6 @@ import random
 import re
 import stat
 import sys
-import sysconfig
 import threading
 import types
 import uuid
@@ -39,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from flatout.core.reachable import is_users, names_in
 
 _MOST_NODES = 200_000  # objects that may change; a dataset with more of them is opaque
 _NEAR = 6  # containers, tensors, globals and buffers that are compared before each batch
@@ -297,7 +298,7 @@ def nodes_in(
             yield node, label
             if not why:
                 below += [e for e in _children(node, label) if _may_change(e[0]) or isinstance(e[0], _LOCKS)]
-                if (kind := type(node)) not in kinds and not is_library(kind.__module__):
+                if (kind := type(node)) not in kinds and is_users(kind.__module__):
                     kinds.add(kind)
                     below.append((_Code.of(kind), label))
         level = below
@@ -305,7 +306,7 @@ def nodes_in(
 
 def _may_change(node: Any) -> bool:
     kind: Any = type(node)
-    if _is_fixed(kind) or (isinstance(node, types.FunctionType) and is_library(node.__module__ or "")):
+    if _is_fixed(kind) or (isinstance(node, types.FunctionType) and not is_users(node.__module__)):
         return False
     return not (isinstance(node, (tuple, frozenset)) and _are_plain(node))
 
@@ -346,7 +347,7 @@ def _children(node: Any, label: str) -> list[tuple[Any, str]]:
         found += [(value, label) for value in read()]
     found += [(mapping[name], text) for mapping, name, text in _lookups_of(node)]
     if (attributes := _attributes_of(node)) is not None:
-        is_own = not is_library(kind.__module__) or label == f"a {kind.__name__}"
+        is_own = is_users(kind.__module__) or label == f"a {kind.__name__}"
         place = f"of a {kind.__name__}"
         found.append((attributes, f"a {kind.__name__}" if is_own else label))
         found += [(value, f"attribute {name!r} {place}" if is_own else label) for name, value in attributes.items()]
@@ -406,12 +407,12 @@ class _Code:
 
     @classmethod
     def of(cls, kind: type) -> _Code:
-        owners = [owner for owner in kind.__mro__ if not is_library(owner.__module__)]
+        owners = [owner for owner in kind.__mro__ if is_users(owner.__module__)]
         names, new = set(_METHODS), list(_METHODS)
         while new:
             members = [vars(owner).get(name) for name in [new.pop()] for owner in owners]
             used = {
-                name for member in members for function in _functions_of(member) for name in _names(function.__code__)
+                name for member in members for function in _functions_of(member) for name in names_in(function.__code__)
             }
             new += used - names
             names |= used
@@ -439,11 +440,11 @@ def _lookups_of(node: Any) -> list[tuple[Mapping[str, Any], str, str]]:
         return [(vars(owner), name, text) for owner, name, text in node.members]
     if not isinstance(node, types.FunctionType):
         return []
-    names, scope = sorted(set(_names(node.__code__))), node.__globals__
+    names, scope = sorted(set(names_in(node.__code__))), node.__globals__
     found: list[tuple[Mapping[str, Any], str, str]] = [(scope, n, f"global {n!r}") for n in names if n in scope]
     for owner in [scope[name] for name in names if name in scope]:
         module = owner.__name__ if _is_module(owner) else owner.__module__ if isinstance(owner, type) else ""
-        if module and not is_library(module):
+        if module and is_users(module):
             held = vars(owner)
             found += [(held, name, f"attribute {name!r} of {owner.__name__}") for name in names if name in held]
     return found
@@ -463,7 +464,7 @@ def named_values(kind: type, method: str) -> tuple[dict[str, Any], frozenset[str
     ):
         values[text] = vars(owner)[name]
         for function in _functions_of(vars(owner)[name]):
-            used.update(_names(function.__code__))
+            used.update(names_in(function.__code__))
             values |= {description: mapping[each] for mapping, each, description in _lookups_of(function)}
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             values |= {f"{each!r} of a closure": _contents_of_cell(cell) for each, cell in cells}
@@ -475,14 +476,6 @@ def is_closed_module(module: str) -> bool:
     return module.partition(".")[0] in _OPAQUE_MODULES - {"_thread"}
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that ``code`` and the functions defined in it use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
 def _contents_of_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -492,24 +485,6 @@ def _contents_of_cell(cell: types.CellType) -> Any:
 
 def _is_module(value: Any) -> bool:
     return isinstance(value, types.ModuleType)
-
-
-@functools.lru_cache(1024)
-def is_library(module: str) -> bool:
-    """Return True for a module of Python, of an installed package, or of flatout."""
-    top = module.partition(".")[0]
-    if top == "__main__":
-        return False
-    if top in sys.stdlib_module_names or top in ("torch", "flatout"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and os.path.realpath(file).startswith(_library_folders())
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple(os.path.join(os.path.realpath(paths[name]), "") for name in ("stdlib", "purelib", "platlib"))
 
 
 # Values

@@ -157,7 +157,7 @@ def named_by(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], dic
     Yields:
         The names with their values, and the namespace that holds them.
     """
-    names = list(_names(function.__code__))
+    names = list(names_in(function.__code__))
     own = {name: function.__globals__[name] for name in names if name in function.__globals__}
     yield own, function.__globals__
     for module in own.values():
@@ -165,12 +165,12 @@ def named_by(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], dic
             yield {name: vars(module)[name] for name in names if name in vars(module)}, vars(module)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names that ``code`` and the functions defined in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def cell_contents(cell: types.CellType) -> Any:
@@ -181,27 +181,22 @@ def cell_contents(cell: types.CellType) -> Any:
         return None
 
 
-_LIBRARIES = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-
-
-_is_users: dict[str, bool] = {}
-"""Known answers of ``is_users``. A module that is not imported yet has none."""
-
-
+@functools.lru_cache(1024)
 def is_users(module: str | None) -> bool:
-    """Return True if a module is the user's own code, which is neither in site-packages nor in the standard library."""
-    known = True if module in ("__main__", "__mp_main__") else _is_users.get(module or "")
-    if known is not None:
-        return known
-    found = sys.modules.get(module or "")
-    if module is None or found is None:
+    """Return True if a module is the user's own code: neither an installed package nor Python's library nor flatout."""
+    top = (module or "").partition(".")[0]
+    if top in ("__main__", "__mp_main__"):
+        return True
+    if not top or top in sys.stdlib_module_names or top in ("torch", "flatout"):
         return False
-    file = getattr(found, "__file__", None)
-    is_own = file is not None and not file.startswith(_LIBRARIES) and "site-packages" not in file
-    _is_users[module] = is_own and module.partition(".")[0] != "flatout"
-    return _is_users[module]
+    file = os.path.realpath(getattr(sys.modules.get(module or ""), "__file__", None) or "")
+    return not file.startswith(_library_folders()) and f"-packages{os.sep}" not in file
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(os.path.join(os.path.realpath(paths[name]), "") for name in ("stdlib", "purelib", "platlib"))
 
 
 def has_same_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
