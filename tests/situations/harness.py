@@ -23,7 +23,7 @@ import flatout
 from tests.jobs import NO_TECHNIQUES
 
 FORMS = ("step", "two values", "run")
-"""``run.step``, ``model, loader = flatout.optimize(...)`` with the training's own loop, and the unchanged training."""
+"""The three forms: ``run.step``, the two values of ``optimize`` with the user's loop, and ``flatout run``."""
 
 OWN_LOOP = ("two values", "run")
 """Forms of a training whose loop does more than ``run.step`` can."""
@@ -193,7 +193,7 @@ def check(situation: Situation, form: str, way: str) -> None:
     try:
         seen = _observed(situation, form, situation.settings(way))
     except Refused as refused:
-        # The sentence has a test of its own. Here, it must not be an error of the training.
+        # Other tests check the wording. An error of the training itself is no refusal.
         named = way == "forced" and any(name in str(refused) for name in situation.forced)
         assert named or situation.refusable, f"optimize ends the training: {refused}"  # noqa: PT017
         return

@@ -77,7 +77,7 @@ def indices_of_a_subset_replaced(start: Start):
 @KIND.add(forced=IN_MEMORY)
 def labels_refreshed_in_a_list_of_tuples(start: Start):
     class Listed(Dataset):
-        """As ``torchvision.datasets.ImageFolder``: a list of (path, label)."""
+        """Dataset with a list of (path, label), like ``torchvision.datasets.ImageFolder``."""
 
         def __init__(self):
             self.samples = [(f"{i}.png", int(y)) for i, y in enumerate(points().tensors[1])]

@@ -88,7 +88,7 @@ def folds_of_a_cross_validation(start: Start):
 
 @KIND.add(forms=("run",))
 def a_thousand_inner_optimizers(start: Start):
-    """Test-time adaptation: each task has a copy of a layer and an optimizer of its own."""
+    """Test-time adaptation: each task copies a layer and makes an optimizer."""
     model, x = mlp(), points().tensors[0]
     counts = []
     for task in range(1000):

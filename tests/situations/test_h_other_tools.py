@@ -164,7 +164,7 @@ def model_inspected_while_it_trains(start: Start):
 
 @KIND.add(forced={"compile": True})
 def copies_and_pickles_in_the_middle(start: Start):
-    """Each epoch's copy is a model of its own, which trains like the first."""
+    """The copy of each epoch is a separate model, which trains like the first."""
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     copies, kinds = [], []
@@ -194,7 +194,7 @@ def copies_and_pickles_in_the_middle(start: Start):
 
 @KIND.add()
 def module_calls_patched_before(start: Start):
-    """As summaries and debuggers do: the class's ``__call__`` counts, and is put back at the end."""
+    """Summaries and debuggers replace ``__call__`` of a class and restore it at the end."""
     calls, original = [0], nn.Module.__call__
 
     def counted(self, *args, **kwargs):

@@ -42,7 +42,7 @@ MOST_OPTIMIZERS = 4
 """Optimizers that are recorded at the same time. A script with inner loops may make a new one in every step."""
 
 FEWEST_STEPS = 10
-"""Steps of a later optimizer before it is recorded, because optimizers of inner loops take few steps."""
+"""Number of steps after which a later optimizer is recorded. Optimizers of inner loops take fewer."""
 
 IDLE_STEPS = 100
 """Steps of other optimizers after which an optimizer that does not step any more is released with its model."""

@@ -61,7 +61,7 @@ _LEFT_OUT = (
     *(logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()), SemLock),
     *(torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random),
 )
-"""Types whose state is not that of a sample."""
+"""Types whose state does not belong to a sample."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock)
 _FIXED_MODULES = ("pyarrow.", "pandas.core.indexes.")
 _COPIED: dict[type, Callable[[Any], Any]] = {
@@ -218,7 +218,7 @@ class Contents:
             for live, saved, label in zip(self._live, self._saved, self._labels, strict=True):
                 yield from _differences(label, live, saved)
         if not all(map(operator.is_, map(_attributes_of, self._owners), self._attributes)):
-            yield "the attributes of an object are others", None, None
+            yield "the attributes of an object have been replaced", None, None
         found = [mapping.get(name, _MISSING) for mapping, name in self._lookups]
         if not _are_equal(found, self._found):
             for label, before, now in zip(self._found_labels, self._found, found, strict=True):
@@ -516,7 +516,7 @@ def _are_plain(values: Any) -> bool:
 
 
 def _buffer_of(node: Any) -> Any:
-    """Return an object whose bytes are those of ``node``; None if there is none."""
+    """Return an object with the bytes of ``node``; None if there is none."""
     if isinstance(node, torch.Tensor):
         return _array_of(node)
     is_buffer = isinstance(node, _BUFFERS) or (isinstance(node, np.ndarray) and not node.dtype.hasobject)

@@ -116,7 +116,7 @@ def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
 def as_written(module: nn.Module) -> Iterator[None]:
     """Remove flatout's changes from an instance inside the block: its class, and the replacement of its call.
 
-    Attributes that the block adds to the module and its parts are removed, such as those of TorchScript.
+    Attributes that the block adds to the module and its parts are removed. TorchScript adds some.
     """
     made, module.__class__ = type(module), users_class(type(module))
     call = vars(module).pop("_compiled_call_impl", None)

@@ -323,7 +323,7 @@ def cache_in_memory(
 
     Returns:
         A loader that reads the dataset only to look for changes, as in :class:`CachedDataset`. After a change its
-        batches come from the dataset, as those of ``loader`` do.
+        batches come from the dataset, as in ``loader``.
 
     Raises:
         NotCacheable: the samples cannot be cached. The message says why. Generators are restored, as on success.

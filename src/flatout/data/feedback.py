@@ -1,4 +1,4 @@
-"""Samplers whose next indices may depend on the training, as those of hard-example mining do."""
+"""Samplers whose next indices may depend on the training, as in hard-example mining."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _reason(order: Any, dataset: Any) -> str:
 
 
 def _is_ready(order: Any) -> bool:
-    """Return True if an iterator of a sampler yields elements that are ready. The sampler does not change."""
+    """Return True if a sampler draws all indices when it is iterated. The sampler does not change."""
     saved = dict(getattr(order, "__dict__", {}))
     try:
         with RandomState.capture(order).restored():

@@ -90,7 +90,7 @@ def with_base(loader: Any, base: DataLoader) -> Any:
 
 
 def share_iterators(loader: Any, clone: Any) -> None:
-    """Watch the workers of a clone as those of its loader."""
+    """Watch the workers of a clone like the workers of its loader."""
     watched = getattr(loader, "__dict__", {}).get(GET_ITERATOR)
     if watched is not None and isinstance(clone, DataLoader):
         vars(clone)[GET_ITERATOR] = watched.of(clone)

@@ -59,7 +59,7 @@ class InWorker:
 
 
 def open_files_again() -> None:
-    """Give this process a position of its own in each regular file that is open for reading only.
+    """Give this process a separate position in each regular file that is open for reading only.
 
     Raises:
         OSError: a file cannot be opened again.

@@ -14,7 +14,7 @@ from flatout.core.contents import Contents
 from flatout.core.random_state import RandomState
 
 SHARE = 0.01
-"""Share of an epoch's time that the checks at its start may take."""
+"""Limit for the checks at an epoch's start, relative to the time of the epoch."""
 FIRST_SECONDS = 0.1
 """Seconds for the checks before an epoch has been timed."""
 LEAST_READ, MOST_READ = 2, 16
@@ -67,7 +67,7 @@ class Watch:
 
     @property
     def opaque(self) -> str:
-        """What can change without being seen, as a clause; empty without such an object."""
+        """Object that can change without being seen, as a clause; empty if there is none."""
         return self._contents.opaque
 
     def samples_were_read(self, files: Iterable[str]) -> None:
@@ -149,7 +149,7 @@ class Watch:
 
 
 _choice = random.Random()
-"""Generator of its own, so that the script's random numbers are the same."""
+"""Separate generator, so that the script's random numbers stay the same."""
 
 
 def _state_of(path: str) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Worker processes whose batches are as new as those of a loader without workers."""
+"""Worker processes whose batches follow changes of the dataset, like a loader without workers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class WorkersWatch:
 
 
 def watch_workers(loader: Any, on_change: Callable[[str], object]) -> Any:
-    """Return ``loader``, whose workers and those of its clones are watched from now on.
+    """Return ``loader``. Its workers and the workers of its clones are watched from now on.
 
     Args:
         loader: a loader with a base (``base_of``), with a map-style dataset.
@@ -102,7 +102,7 @@ def watch_workers(loader: Any, on_change: Callable[[str], object]) -> Any:
 
 
 def check_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return ``loader``, whose ``CachedDataset`` is checked at the start of each epoch, as those of its clones are."""
+    """Return ``loader``. Its ``CachedDataset``, also in clones, is checked at the start of each epoch from now on."""
     vars(loader)[GET_ITERATOR] = WatchedIterators(None).of(loader)
     return loader
 
@@ -148,7 +148,7 @@ class WatchedIterators:
 
 
 class WatchedWorkers(_MultiProcessingDataLoaderIter):
-    """Iterator over a loader with workers, which goes on without workers when the dataset changes.
+    """Iterator over a loader with workers, which continues without workers after a change of the dataset.
 
     Args:
         loader: the loader.

@@ -245,7 +245,7 @@ class StepTechnique(Measured):
         return recompilation_seconds() if self.recompiles and has_compiled_code(job) else 0.0
 
     def may_combine(self, job: Job) -> bool:
-        """Return True if trials may try the technique in combinations, which switch it often."""
+        """Return True if trials may combine the technique with others. Such trials switch the technique often."""
         return self.is_combinable and not (self.recompiles and has_compiled_code(job))
 
     @property

@@ -187,7 +187,7 @@ def routed_calls(job: Job) -> list[RoutedCall]:
 
 
 def has_compiled_code(job: Job) -> bool:
-    """Return True if ``torch.compile`` has made code that the script or the job calls."""
+    """Return True if the script or the job calls code that ``torch.compile`` has made."""
     return script_compiles() or any(call.title == "torch.compile" for call in routed_calls(job))
 
 
