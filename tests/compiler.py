@@ -41,5 +41,5 @@ class Compiler:
         return run
 
     def compile(self, call: Callable[..., Any], mode: str = "", backend: Any = None) -> Callable[..., Any]:
-        self.modes.append(mode or backend.mode)
+        self.modes.append(mode or getattr(backend, "mode", "default"))
         return self._compile(call, backend=self.backend)
