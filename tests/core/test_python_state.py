@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import itertools
 import multiprocessing
@@ -174,6 +175,18 @@ def test_a_latest_tensor_in_an_attribute_is_no_change() -> None:
     assert not any(part.changed() for part in parts)
     held.latest = None
     assert any(part.changed() for part in parts)
+
+
+def test_names_of_modules_are_left_alone() -> None:
+    """Trials replace some of Python's functions while a snapshot is restored."""
+    names = vars(builtins)
+    snapshot = Snapshot.capture([], code=[closed(names, len), closed(globals(), len)])
+    names["of_a_later_import"] = 1
+    try:
+        snapshot.restore()
+        assert "of_a_later_import" in names
+    finally:
+        del names["of_a_later_import"]
 
 
 def test_iterators_are_found() -> None:

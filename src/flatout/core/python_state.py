@@ -108,8 +108,9 @@ class _Elements(Part):
     def restore(self) -> None:
         if self.changed():
             kind = self._kind
+            fill = kind.extend if kind in (list, collections.deque) else kind.update
             kind.clear(self._container)
-            (kind.extend if kind in (list, collections.deque) else kind.update)(self._container, self._saved)
+            fill(self._container, self._saved)
 
 
 class _Array(Part):

@@ -57,6 +57,8 @@ def _is_node(value: Any) -> bool:
         return False
     if str((value if kind is types.FunctionType else kind).__module__).startswith(_MACHINERY):
         return False
+    if kind is dict and "__name__" in value and "__spec__" in value:
+        return False  # the names of a module, of which only those in the code count
     return kind is not tuple or len(value) > 0
 
 
