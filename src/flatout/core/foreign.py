@@ -64,7 +64,7 @@ def add_foreign(saved: Saved, code: Any) -> str:
             left -= node.nbytes
             saved.tensor(node, copied=left >= 0, compared=True)
         saved.python(node, MOST_BYTES_OF_CODE)
-    return why_not_repeated(found)
+    return why_not_repeated(reachable(code, with_loops=False))
 
 
 def _add_module(saved: Saved, root: nn.Module) -> None:

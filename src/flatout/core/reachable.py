@@ -29,33 +29,41 @@ _WIDTH = 1024  # elements per container: lists of layers are short, lists of fil
 _NO_NODES = (str, bytes, int, float, complex, types.ModuleType, np.generic, torch.dtype, torch.device)
 _NOT_LOOKED_INTO = (np.ndarray, types.CodeType, logging.Logger, logging.Handler)
 _MACHINERY = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed", "flatout.distributed")
+"""Packages that compile code or connect ranks."""
+_LOOPS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "transformers.trainer", "accelerate.")
+"""Packages that run the loop around the steps, with its loggers, files and iterators."""
 _OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))
 _METHODS = ("__getitem__", "__getitems__", "__call__", "__iter__", "forward")
 
 
-def reachable(root: Any) -> Iterator[Any]:
+def reachable(root: Any, *, with_loops: bool = True) -> Iterator[Any]:
     """Yield ``root`` and the objects reachable from ``root``, nearest first.
 
     Numbers, strings, empty tuples, Python modules, and classes that are not the user's own are left out. So are objects
     that compile code or connect ranks, because their state is no part of a step.
+
+    Args:
+        root: the first object.
+        with_loops: False to leave out objects of libraries that run the loop around the steps.
     """
     level, seen = [root], {id(root)}
+    left_out = _MACHINERY if with_loops else _MACHINERY + _LOOPS
     for _ in range(_DEPTH):
         yield from level
         below: list[Any] = []
         for node in level:
             for child in _children(node):
-                if id(child) not in seen and len(seen) < _NODES and _is_node(child):
+                if id(child) not in seen and len(seen) < _NODES and _is_node(child, left_out):
                     seen.add(id(child))
                     below.append(child)
         level = below
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: Any, left_out: tuple[str, ...]) -> bool:
     kind = type(value)
     if value is None or issubclass(kind, _NO_NODES) or (issubclass(kind, type) and not is_users(value.__module__)):
         return False
-    if str((value if kind is types.FunctionType else kind).__module__).startswith(_MACHINERY):
+    if str((value if kind is types.FunctionType else kind).__module__).startswith(left_out):
         return False
     if kind is dict and "__name__" in value and "__spec__" in value:
         return False  # the names of a module, of which only those in the code count
