@@ -221,9 +221,10 @@ def test_a_process_started_anew_shares_the_rows_both_ways(method, monkeypatch):
     assert process.exitcode == 0
     for cached in both:
         made = cached.dataset.made.tolist()
-        assert sorted(made) == [0] * 18 + [1] * 19
+        assert sum(count > 0 for count in made) >= 19
+        assert sum(made) <= 19 + 16  # up to 16 samples are made again, to be compared
         assert all(same(cached[i], own_memory(Counted()[i])) for i in range(37))
-        assert cached.dataset.made.tolist() == made
+        assert sum(cached.dataset.made.tolist()) <= sum(made) + 16
     process.close()
     del process
     if method == "spawn":  # the server keeps a pipe

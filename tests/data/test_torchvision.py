@@ -95,7 +95,7 @@ def test_the_cache_gives_the_same_batches_until_a_file_is_gone(folder, workers):
     cached = cache_in_memory(loader_of(folder, PLAIN, workers))
     assert same(epochs(cached), expected)
     next(folder.glob("*/*")).unlink()
-    with pytest.warns(UserWarning), pytest.raises(FileNotFoundError):
+    with pytest.warns(UserWarning, match="has changed"), pytest.raises(FileNotFoundError):
         epochs(cached)
 
 

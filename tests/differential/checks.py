@@ -171,11 +171,12 @@ def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
         world.model.train()  # ``fit`` does the same
     accumulate, max_norm = job.arguments.get("accumulate", 1), job.arguments.get("max_grad_norm")
     held = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    weigh = world.loss.arguments.get("loss_weight", lambda batch: 1) if accumulate > 1 else lambda batch: 1
 
-    def update(batches: int) -> None:
+    def update(weight: Any) -> None:
         for p in held:
-            if p.grad is not None and batches > 1:
-                p.grad.mul_(1 / batches)
+            if p.grad is not None and accumulate > 1:
+                p.grad.mul_(1 / weight)
         if max_norm is not None:
             clip_grad_norm_(held, max_norm)
         optimizer.step()
@@ -183,7 +184,7 @@ def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
             scheduler.step()
 
     for loader in loaders:
-        pending, begun = 0, len(course.losses)
+        pending, weight, begun = 0, 0, len(course.losses)
         for batch in loader:
             course.saw(batch)
             if job.loss in WRITING:
@@ -194,15 +195,15 @@ def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
                 continue
             if pending == 0:
                 optimizer.zero_grad()
-            loss = world.compute_loss(batch)
-            loss.backward()
+            loss, own = world.compute_loss(batch), weigh(batch)
+            (loss * own).backward()
             course.losses.append(loss.detach())
-            pending += 1
+            pending, weight = pending + 1, weight + own
             if pending == accumulate:
-                update(pending)
-                pending = 0
+                update(weight)
+                pending, weight = 0, 0
         if pending:
-            update(pending)
+            update(weight)
         if course.losses[begun:]:
             course.means.append(math.fsum(map(float, course.losses[begun:])) / len(course.losses[begun:]))
     return course
@@ -273,6 +274,7 @@ def _unexpected(job: Job, places: list[str], *allowed: str) -> list[str]:
     patterns = [
         r"optimizer\.state\[[^.]*\((object|memory)\)",  # entries are restored as new dicts
         r"\.weight\b" if "old weight norm" in job.quirks else "",  # each forward creates the weight
+        r"\._watch\.",  # times and counts of the watch of a cache
         r"\._dynamo_",  # torch.compile leaves this mark on tensors
         r"\._plan\b",  # addresses in a plan of flatout's optimizer
         r"^loader\._rings",  # memory that flatout's loader reuses
@@ -402,7 +404,12 @@ class Tolerance:
 
     def __init__(self, job: Job, decisions: dict[str, Any]) -> None:
         inexact = {name for name, value in decisions.items() if value is not False} - EXACT
-        if job.optimizer.startswith(("flatout", "fused")) or job.arguments.get("max_grad_norm") is not None:
+        is_weighted = job.loss == "ignoring some" and job.arguments.get("accumulate", 1) > 1
+        if (
+            is_weighted
+            or job.optimizer.startswith(("flatout", "fused"))
+            or job.arguments.get("max_grad_norm") is not None
+        ):
             inexact.add("fused_optimizer")
         if job.model in SPARSE and job.arguments.get("accumulate", 1) > 1:
             inexact.add("coalesced before they are averaged")

@@ -191,7 +191,8 @@ class Small(nn.Sequential):
 def tuned(**settings):
     model = Small(*blocks())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return flatout.optimize(model, batches(), optimizer, functional.cross_entropy, **{"budget": 0} | settings)
+    # torch defines this loss as a mean, which memory does not let flatout show.
+    return flatout.optimize(model, batches(), optimizer, nn.MultiMarginLoss(), **{"budget": 0} | settings)
 
 
 def test_its_plan_can_be_applied():
@@ -216,7 +217,7 @@ class Fickle(Block):
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x if self.calls % 2 else x.exp())
+        return super().forward(x if self.calls % 2 else torch.where(x == x, x, 0))
 
 
 def test_blocks_that_cannot_be_repeated_stay_as_they_are(clock):

@@ -229,9 +229,9 @@ def test_a_loader_that_is_slower_together_is_reverted_too(clock):
 
     def load_seconds():
         unseen.reads += 1
-        return 1.0 if step.active else 0.1
+        return 1.0 if unseen.step.active else 0.1
 
-    step = TimedStep(clock, seconds)
+    step = unseen.step = TimedStep(clock, seconds)
     run = tuned(DataLoader(TimedSamples(clock, load_seconds), batch_size=8), step)
     rows = {row.technique: row for row in run.report.rows}
     for name in ("fused_optimizer", "in_memory"):

@@ -24,9 +24,9 @@ MOST_BYTES_OF_CODE, MOST_BYTES_OF_DATA = 1 << 28, 1 << 20
 
 
 def add_data(saved: Saved, data: Any) -> None:
-    """Add the Python state that a dataset, its samplers and ``collate_fn`` can reach, with small tensors and arrays."""
+    """Add the Python state that an object can reach, such as a dataset, with small tensors and arrays."""
     for node in reachable(data):
-        if type(node) in weakref.ProxyTypes or node in saved:
+        if node in saved:
             continue
         if isinstance(node, Tensor) and node.is_leaf and node.nbytes <= MOST_BYTES_OF_DATA:
             saved.tensor(node, compared=True)
@@ -48,7 +48,7 @@ def add_foreign(saved: Saved, code: Any) -> str:
     Returns:
         The reason why the code cannot be repeated without a trace; empty if no reason is seen.
     """
-    found = [node for node in reachable(code) if type(node) not in weakref.ProxyTypes]  # a dead proxy raises
+    found = list(reachable(code))
     for node in found:
         if isinstance(node, torch.optim.Optimizer):
             saved.value(node)

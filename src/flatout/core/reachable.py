@@ -15,6 +15,7 @@ import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,6 +62,8 @@ def reachable(root: Any, *, with_loops: bool = True) -> Iterator[Any]:
 
 def _is_node(value: Any, left_out: tuple[str, ...]) -> bool:
     kind = type(value)
+    if kind in weakref.ProxyTypes:
+        return False  # a dead one raises at any access
     if value is None or issubclass(kind, _NO_NODES) or (issubclass(kind, type) and not is_users(value.__module__)):
         return False
     if str((value if kind is types.FunctionType else kind).__module__).startswith(left_out):

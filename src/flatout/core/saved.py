@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatout.core.cleanup import run_all
-from flatout.core.python_state import parts_of
+from flatout.core.python_state import Part, parts_of
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -314,6 +314,10 @@ class Saved:
             return False
         self._seen[id(value)] = value
         return True
+
+    def changed(self) -> str:
+        """Return the first change of Python state, such as "attribute 'calls' of a Net"; empty without a change."""
+        return next(filter(None, (part.changed() for part in self._parts if isinstance(part, Part))), "")
 
     def restore(self) -> None:
         """Restore all objects, even after a failure.

@@ -87,6 +87,10 @@ class Snapshot:
         """
         run_all(part.restore for part in self._parts)
 
+    def changed(self) -> str:
+        """Return the first change of Python state, such as "attribute 'calls' of a Net"; empty without a change."""
+        return self._saved.changed()
+
     def restore_versions(self) -> None:
         """Set the tensors' version counters back after ``restore``, if nothing has been written to them since.
 

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flatout.core.batches import thinned
+from flatout.core.effects import Containment
+from flatout.core.foreign import add_data
 from flatout.core.instance_class import as_written
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory
 from flatout.core.random_state import RandomState
+from flatout.core.saved import Saved
 from flatout.training.buffers import Buffers
 from flatout.training.micro_batches import Part
 from flatout.training.stepper import Stepper
@@ -29,23 +32,26 @@ def why_parts_differ(stepper: Stepper, batch: Any, samples: int) -> str:
 
     The loss and the gradients are compared. The parts are thirds, because losses of halves are equal more often by
     chance. They have the shares that training would give them, and draw the random numbers that their samples draw in
-    the whole batch. BatchNorm is in eval mode, because its effect is known. A batch
-    that does not fit in memory is halved first.
+    the whole batch. BatchNorm is in eval mode, because its effect is known. A batch that does not fit is halved first.
 
-    Gradients, buffers, modes and random generators are as before after the call.
+    Gradients, buffers, modes, random generators and Python state are as before after the call.
 
     Args:
         stepper: runs the steps, with an optimizer.
         batch: a batch on the device, which can be split.
         samples: number of its samples to compare, evenly spread. Fewer are compared if these do not fit in memory.
     """
-    with _settled(stepper):
+    saved = Saved()
+    add_data(saved, stepper.spec.code)
+    with _settled(stepper), Containment().on():
         while samples >= 2:
             try:
                 return _difference(stepper, thinned(batch, samples), samples)
             except RuntimeError as error:
                 if not ran_out_of_memory(error):
                     raise
+            finally:
+                saved.restore()
             free_memory(stepper.spec.device)  # here the error is freed, with the frames that hold the graph
             samples //= 2
     return "" if stepper.micro_batches.weighs_right else "memory does not hold two samples, whose parts would show it"

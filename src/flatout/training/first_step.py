@@ -1,4 +1,4 @@
-"""Check of a job's first forward, for the type of its loss, writes to its batch, random numbers, and Python state."""
+"""Check of a job's first forward, for the type of its loss, writes to its batch, and random numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
-from flatout.core.foreign import MOST_BYTES_OF_DATA
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.python_state import parts_of
 from flatout.core.random_state import RandomState
@@ -22,8 +21,7 @@ from flatout.training.objective import MissingLossError, Objective
 def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True) -> bool:
     """Run a forward on a copy of the batch, and set what the objective shows of it.
 
-    These are ``writes_batches``, ``draws``, ``draws_on_host`` and ``has_loss``. A second forward sets ``python_state``,
-    because the first one may fill caches.
+    These are ``writes_batches``, ``draws``, ``draws_on_host`` and ``has_loss``.
 
     Args:
         job: a job before any technique is applied.
@@ -64,19 +62,7 @@ def check_step(job: Job, state: Snapshot, batch: Any, *, needs_loss: bool = True
         job.objective.writes_batches = is_written or not all(
             map(_is_same, tensors_within(batch), tensors_within(given))
         )
-    with state.extended():
-        job.objective.python_state = _changed_by_forward(job, cloned(batch))
     return True
-
-
-def _changed_by_forward(job: Job, batch: Any) -> str:
-    """Return what a forward changes in Python; empty if nothing."""
-    parts = [part for node in reachable(list(job.spec.code)) for part in parts_of(node, MOST_BYTES_OF_DATA)]
-    if job.spec.inference:
-        job.objective.infer(batch)
-    else:
-        job.objective.loss(batch)
-    return next(filter(None, (part.changed() for part in parts)), "")
 
 
 def _loss(objective: Objective, batch: Any, needs_loss: bool) -> Tensor:

@@ -67,6 +67,8 @@ def peak_of(spec: Spec, work: CountedWork, *, seconds: float = 0.0) -> tuple[flo
 def _count(objective: Objective, batch: Any) -> FlopCount | None:
     """Count FLOPs with the user's model and loss, also during training, and restore all state that changes.
 
+    The objective learns what the forward changes in Python.
+
     Returns:
         The count; None if the step cannot be repeated without a trace.
     """
@@ -76,7 +78,9 @@ def _count(objective: Objective, batch: Any) -> FlopCount | None:
         return None
     with state.guarded(), state.extended():
         try:
-            return count_flops(_Forward(objective), batch, backward=not spec.inference)
+            count = count_flops(_Forward(objective), batch, backward=not spec.inference)
+            objective.python_state = objective.python_state or state.changed()  # an earlier forward has filled caches
+            return count
         finally:
             state.restore()
 

@@ -100,8 +100,7 @@ def test_the_first_part_draws_what_the_batch_drew(where):
     torch.manual_seed(7)
     run.model[0].drawn.clear()
     run.step(batches_of(16)[0])
-    drawn = run.model[0].drawn  # the whole batch, the comparison of halves, a half that fails, and four parts
-    assert drawn[:1] + drawn[-5:] == [expected[0]] * 3 + expected[1:]
+    assert run.model[0].drawn == [expected[0]] * 3 + expected[1:]
 
 
 def test_a_step_is_counted_once_with_its_samples():
@@ -144,7 +143,7 @@ def test_the_failed_graph_is_gone_before_parts_are_tried(where, monkeypatch):
         run.step(batches_of(16)[0])
     finally:
         gc.enable()
-    assert len(run.model[1].activations) > 6
+    assert len(run.model[1].activations) == 6
 
 
 def test_gradients_end_up_in_the_tensors_that_somebody_holds():
