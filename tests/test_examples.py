@@ -171,7 +171,7 @@ def test_two_processes_end_like_one(tmp_path: Path) -> None:
 def test_flatout_run(tmp_path: Path) -> None:
     needs("sklearn")
     size = ("--epochs", "10", "--steps", "20")
-    output = ran(tmp_path, "vae.py", *size, command=FLATOUT_RUN)
+    output = ran(tmp_path, "vae.py", *size, command=FLATOUT_RUN, FLATOUT_BUDGET="60")
     losses = output.figures(r"epoch \d+: loss")
     assert len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
