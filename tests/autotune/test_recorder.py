@@ -148,6 +148,23 @@ def test_recorded_calls_have_the_loss_of_the_script(step: Callable[[Net], None])
     assert sum(found) == pytest.approx(sum(losses), rel=1e-5)
 
 
+def test_a_sparse_argument_is_recorded() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, adjacency: Tensor) -> Tensor:
+            return torch.sparse.mm(adjacency, self.kernel)
+
+    net = Sparse()
+    with recorded() as updates:
+        for _ in range(2):
+            net(torch.eye(4).to_sparse()).sum().backward()
+            unmoved(net).step()
+    assert [list(update.batches) for _, update in updates] == [[net], [net]]
+
+
 def test_two_networks_with_two_optimizers_have_their_own_updates() -> None:
     torch.manual_seed(0)
     makes, judges = nn.Linear(2, 4), nn.Linear(4, 1)

@@ -25,6 +25,7 @@ from torch.nn.utils import get_total_norm
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
 from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
+from flatout.core.saved import nbytes_of
 from flatout.core.snapshot import Snapshot
 
 SCALED = 0.9
@@ -108,7 +109,7 @@ class RecordedCall:
     @cached_property
     def nbytes(self) -> int:
         """Size of the arguments' tensors in bytes."""
-        return sum(t.nbytes for t in tensors_within([self.args, self.kwargs]))
+        return sum(map(nbytes_of, tensors_within([self.args, self.kwargs])))
 
 
 def batch_of(calls: Sequence[RecordedCall], loss: Tensor) -> dict[str, Any]:

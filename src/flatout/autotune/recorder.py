@@ -148,7 +148,7 @@ class Recorder:
             if watched is None or not any(tensor.requires_grad for tensor in tensors_of(output)):
                 return output
             recorder._calls.append((self, recorded))
-            recorder._drop_oldest()
+            recorder._safely(recorder._drop_oldest)
             return watched
 
         return noting

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.core.effects import why_not_repeated
 from flatout.core.reachable import reachable
-from flatout.core.saved import Saved, is_stateful
+from flatout.core.saved import Saved, is_stateful, nbytes_of
 from flatout.core.step_hooks import before_steps
 
 _SMALL = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
@@ -28,7 +28,7 @@ def add_data(saved: Saved, data: Any) -> None:
     for node in reachable(data):
         if node in saved:
             continue
-        if isinstance(node, Tensor) and node.is_leaf and node.nbytes <= MOST_BYTES_OF_DATA:
+        if isinstance(node, Tensor) and node.is_leaf and nbytes_of(node) <= MOST_BYTES_OF_DATA:
             saved.tensor(node, compared=True)
         saved.python(node, MOST_BYTES_OF_DATA)
 
@@ -61,7 +61,7 @@ def add_foreign(saved: Saved, code: Any) -> str:
     left = MOST_BYTES_OF_CODE
     for node in found:
         if isinstance(node, Tensor) and node.is_leaf and node not in saved:
-            left -= node.nbytes
+            left -= nbytes_of(node)
             saved.tensor(node, copied=left >= 0, compared=True)
         saved.python(node, MOST_BYTES_OF_CODE)
     return why_not_repeated(reachable(code, with_loops=False))

@@ -27,6 +27,14 @@ def owned(tensor: Tensor) -> Tensor:
     return view
 
 
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements. For a sparse or nested tensor, only its own storage counts, if any."""
+    try:
+        return tensor.nbytes
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 class SavedTensor:
     """Tensor with its memory and a copy of its bits.
 
