@@ -54,6 +54,7 @@ USUAL_UPDATES = 3
 """Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
 
 _log = logging.getLogger("flatout.autotune")
+_log.propagate = False  # the root logger is the script's
 
 
 class Engine:
