@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from flatout.core.reachable import is_users, module_of
 
 _OPTIMIZERS = sys.modules[register_optimizer_step_pre_hook.__module__]  # torch.optim hides it
-_PATCHED = (torch, torch.Tensor, torch.autograd, torch.amp, torch.linalg, nn, nn.Module, nn.functional, nn.utils, nn.init)
+_PATCHED = (torch, torch.Tensor, torch.autograd, torch.amp, torch.linalg, nn, nn.Module, nn.functional, nn.utils)
 """Namespaces of torch whose functions a step calls. Scripts and libraries replace functions there."""
 _TORCHS = {"torch", "flatout", *sys.stdlib_module_names, "typing_extensions"}
 _OF_STEPS = frozenset(("state", "param_groups", "defaults"))
