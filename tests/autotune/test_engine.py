@@ -122,6 +122,30 @@ def test_a_budget_limits_the_tuning(budget: float, clock: Clock) -> None:
         assert "budget-spent" in reasons(str(report))
 
 
+def called(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(4, 8))
+
+
+def not_called(model: nn.Module) -> torch.Tensor:
+    return functional.linear(torch.randn(4, 8), model[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("output", "updates", "why"),
+    [(called, 30, {"updates-differ"}), (not_called, 30, {"no-training-calls"}), (called, 1, set())],
+)
+def test_the_report_says_why_updates_are_not_tuned(output: Any, updates: int, why: set[str]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with engine() as running:
+        for update in range(updates):
+            optimizer.zero_grad()
+            for _ in range(update % 2 + 1):  # an update has one backward, the next two
+                output(model).sum().backward()
+            optimizer.step()
+        assert reasons(str(ScriptReport.of(running))) == why
+
+
 def test_a_scripts_log_has_no_records_of_the_tuning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)  # as logging.basicConfig(level=logging.DEBUG) in a script
     with engine(techniques=only("fused_optimizer")) as running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import builtins
 import collections
+import csv
 import itertools
 import multiprocessing
 import types
@@ -193,3 +194,17 @@ def test_iterators_are_found() -> None:
     numbers = itertools.count()
     assert Snapshot.capture([], code=[closed(numbers, next)]).why_not_repeated
     assert not Snapshot.capture([], code=[closed([1, 2], len)]).why_not_repeated
+
+
+def test_what_objects_of_c_hold_is_found(tmp_path: Any) -> None:
+    with (tmp_path / "rows.csv").open("w") as file:
+        for hook in (csv.writer(file).writerow, file.write):
+            assert Snapshot.capture([], code=[closed([1], hook)]).why_not_repeated
+
+
+def test_a_bound_method_of_a_list_is_put_back() -> None:
+    notes = [1]
+    snapshot = Snapshot.capture([], code=[closed(2, notes.append)])
+    notes.append(2)
+    snapshot.restore()
+    assert notes == [1]

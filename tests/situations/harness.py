@@ -113,7 +113,7 @@ class Start:
             return flatout.optimize(
                 *given, budget=self._budget, plan=None, expected_steps=20_000, **arguments, **self._settings
             )
-        except ValueError as error:
+        except (ValueError, torch.OutOfMemoryError) as error:
             raise Refused(str(error)) from error
 
 

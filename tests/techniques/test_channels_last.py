@@ -112,6 +112,18 @@ def test_a_script_may_flatten_outputs_and_all_gradients():
     assert seen
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3)])
+def test_hooks_of_gradients_run_in_the_same_order(layer):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+    order = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: order.append(name))
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    with forced("channels_last", True, job_of(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))):
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+    assert order[4:] == order[:4]
+
+
 def test_a_model_that_is_a_convolution():
     model = nn.Conv2d(3, 4, 3)
     image = torch.randn(2, 3, 5, 5)

@@ -76,6 +76,7 @@ class Engine:
         allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
         why_nothing: reason why nothing is tuned. Empty before the first update, and if tuning may begin.
+        why_not_comparable: reason why the recorded updates of an optimizer could not be tuned. Empty without one.
     """
 
     _latest: ClassVar[Engine | None] = None
@@ -87,7 +88,7 @@ class Engine:
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
-        self.why_nothing = ""
+        self.why_nothing = self.why_not_comparable = ""
         self._options = options
         self._say = say
         self._process, self._thread = os.getpid(), 0
@@ -139,8 +140,10 @@ class Engine:
 
     def _stop_recording(self) -> None:
         """Stop recording. Optimizers without two updates that have the same calls are not tuned."""
-        for optimizer in self._recorded:
-            self._known.setdefault(optimizer, [])
+        for optimizer, update in self._recorded.items():
+            if optimizer not in self._known:
+                self._known[optimizer] = []
+                self.why_not_comparable = _why_not_comparable(update)
         self._recorded.clear()
         if self._recorder is not None:
             self._recorder.close()
@@ -329,6 +332,13 @@ def _in_default_modes() -> Iterator[None]:
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def _why_not_comparable(update: RecordedUpdate | None) -> str:
+    """Return why the updates of an optimizer were not tuned, of which ``update`` is the last."""
+    if update is None or not update.batches:
+        return "no call of a module in train mode led to the optimizer's step, or its gradients are differentiated too"
+    return f"no two of {MOST_RECORDED} updates in a row called the same modules equally often"
 
 
 def _form(update: RecordedUpdate) -> dict[int, int]:

@@ -71,9 +71,10 @@ class ScriptReport(Shown):
         allowance = engine.allowance
         if allowance is None:
             return cls(modules, 0, 0.0, 0.0, engine.why_nothing)
-        is_short = bool(engine.tunings) and not modules and allowance.budget < math.inf
-        why = f"{engine.updates:,} updates were too few, or {BUDGET_VARIABLE} is too small, to tune anything"
-        return cls(modules, engine.updates, allowance.trained, allowance.spent, why if is_short else "")
+        why = "" if modules or engine.tunings else engine.why_not_comparable
+        if engine.tunings and not modules and allowance.budget < math.inf:
+            why = f"{engine.updates:,} updates were too few, or {BUDGET_VARIABLE} is too small"
+        return cls(modules, engine.updates, allowance.trained, allowance.spent, why and f"nothing was tuned: {why}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as plain data."""
@@ -104,7 +105,7 @@ class ScriptReport(Shown):
         seconds = self.trained_seconds + self.tuning_seconds
         took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(seconds)}"
         if not self.modules:
-            return f"{self.updates:,} updates were too few, or too different, to tune anything"
+            return f"{formatting.counted(self.updates, 'update')} were too few to tune anything"
         lines = [_line(each) for each in self.modules]
         return "\n".join([*lines, took])
 

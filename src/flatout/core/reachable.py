@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -106,6 +107,8 @@ def _looked_into(node: Any) -> list[Any]:
         elements = list(itertools.islice(node, _WIDTH))
     elif isinstance(node, nn.Module):
         return _of_module(node)
+    elif not type(node).__dictoffset__ and type(node).__module__.partition(".")[0] in sys.stdlib_module_names:
+        elements = gc.get_referents(node)  # of a class in C, such as the file of a csv.writer
     else:
         elements = []
     return [*elements, *attributes_of(node).values(), *_methods_of(node)]

@@ -33,20 +33,25 @@ def _with_own_gradient(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(tensor.shape)
 
 
+def _parameters_of(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias. Autograd visits the last made first: hooks of the weight run before those of the bias."""
+    bias = None if module.bias is None else _with_own_gradient(module.bias)
+    return _with_own_gradient(module.weight), bias
+
+
 def _convolution_class(base: Any) -> type[nn.Module]:
     """Return a class of a convolution that converts its input. Outputs have the format of the input."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made: Tensor = base._conv_forward(self, _channels_last(input), _with_own_gradient(weight), bias)
+        made: Tensor = base._conv_forward(self, _channels_last(input), *_parameters_of(self))
         return made
 
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         padding = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
         )
-        weight = _with_own_gradient(self.weight)
-        settings = self.bias, self.stride, self.padding, padding, self.groups, self.dilation
-        return conv_transpose2d(_channels_last(input), weight, *settings)
+        settings = self.stride, self.padding, padding, self.groups, self.dilation
+        return conv_transpose2d(_channels_last(input), *_parameters_of(self), *settings)
 
     if issubclass(base, nn.Conv2d):
         return instance_class(base, _conv_forward=_conv_forward)
