@@ -52,6 +52,26 @@ def patched_loss_without_wraps(calls, optimizer):
     return replaced(nn.functional, "mse_loss", counted(nn.functional.mse_loss, calls, lambda _: lambda same: same))
 
 
+def patched_loss_by_an_object(calls, optimizer):
+    class Counted:
+        def __init__(self):
+            self.mse_loss = nn.functional.mse_loss
+
+        def __call__(self, *args):
+            calls[0] += 1
+            return self.mse_loss(*args)
+
+    return replaced(nn.functional, "mse_loss", Counted())
+
+
+def patched_loss_by_partial(calls, optimizer):
+    def counting(held, function, *args):
+        held[0] += 1
+        return function(*args)
+
+    return replaced(nn.functional, "mse_loss", functools.partial(counting, calls, nn.functional.mse_loss))
+
+
 def patched_backward(calls, optimizer):
     return replaced(torch.Tensor, "backward", counted(torch.Tensor.backward, calls))
 
@@ -96,6 +116,8 @@ INSTALLED = [
     step_hook,
     patched_loss,
     patched_loss_without_wraps,
+    patched_loss_by_an_object,
+    patched_loss_by_partial,
     patched_backward,
     patched_step,
     patched_step_of_the_class,

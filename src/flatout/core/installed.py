@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from flatout.core.reachable import is_users, module_of
+from flatout.core.step_hooks import OPTIMIZERS
 
-_OPTIMIZERS = sys.modules[register_optimizer_step_pre_hook.__module__]  # torch.optim hides it
 _PATCHED = (torch, torch.Tensor, torch.autograd, torch.amp, torch.linalg, nn, nn.Module, nn.functional, nn.utils)
 """Namespaces of torch whose functions a step calls. Scripts and libraries replace functions there."""
 _TORCHS = {"torch", "flatout", *sys.stdlib_module_names, "typing_extensions"}
@@ -56,7 +55,7 @@ def without_modes() -> Iterator[None]:
 
 
 def _hook_tables() -> Iterator[dict[Any, Any]]:
-    for module in (nn.modules.module, _OPTIMIZERS):
+    for module in (nn.modules.module, OPTIMIZERS):
         for name, table in vars(module).items():
             if name.startswith("_global_") and isinstance(table, dict):
                 yield table
@@ -72,10 +71,10 @@ def _patches(kind: type) -> Iterator[Any]:
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
-    """Yield a function, and the functions that it wraps, outermost first."""
-    while isinstance(value, (types.FunctionType, types.MethodType)):
+    """Yield a function, and the functions that it wraps, outermost first. Objects with ``__call__`` count as well."""
+    while callable(value) and not isinstance(value, (type, types.ModuleType)):
         yield value
-        value = getattr(value, "__wrapped__", None)
+        value = getattr(value, "__dict__", {}).get("__wrapped__")
 
 
 def _package(value: Any) -> str:

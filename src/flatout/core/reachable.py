@@ -200,7 +200,9 @@ def cell_contents(cell: types.CellType) -> Any:
 
 def module_of(value: Any) -> str:
     """Return the module whose code a function or method runs. For other objects, return the module of their class."""
-    if type(value) is types.MethodType:  # isinstance raises for a dead proxy
+    if type(value) is functools.partial:  # isinstance raises for a dead proxy
+        value = value.func
+    if type(value) is types.MethodType:
         value = value.__func__
     if type(value) is types.FunctionType:  # its `__module__` is the one of the function that it wraps
         return str(value.__globals__.get("__name__", ""))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-_OPTIMIZERS = sys.modules[register_optimizer_step_pre_hook.__module__]  # torch.optim hides it
+OPTIMIZERS = sys.modules[register_optimizer_step_pre_hook.__module__]  # torch.optim hides it
 _OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
@@ -42,16 +42,16 @@ def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[Non
     if optimizer is not None:
         own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     kept = [dict(hooks) for hooks in own]
-    of_all = {name: getattr(_OPTIMIZERS, name) for name in _OF_ALL_OPTIMIZERS}
+    of_all = {name: getattr(OPTIMIZERS, name) for name in _OF_ALL_OPTIMIZERS}
     try:
         for hooks in own:
             hooks.clear()
         for name in of_all:  # replaced, not cleared, because torch may be iterating over the present dict
-            setattr(_OPTIMIZERS, name, OrderedDict())
+            setattr(OPTIMIZERS, name, OrderedDict())
         yield
     finally:
         for name, hooks in of_all.items():
-            setattr(_OPTIMIZERS, name, hooks)
+            setattr(OPTIMIZERS, name, hooks)
         for hooks, earlier in zip(own, kept, strict=True):
             hooks.clear()
             hooks.update(earlier)
