@@ -64,10 +64,10 @@ def _hook_tables() -> Iterator[dict[Any, Any]]:
 def _patches(kind: type) -> Iterator[Any]:
     """Yield functions in torch's namespaces, and in a class of optimizers, that are not torch's own."""
     for owner in (*_PATCHED, checkpoint, torch.optim.Optimizer, kind):
-        for value in list(vars(owner).values()):
-            for each in _wrapped(value):
-                if _package(each) not in _TORCHS:
-                    yield each
+        for name, value in list(vars(owner).items()):
+            if name == "compile":
+                continue  # no part of a step, and its trials leave compiled code
+            yield from (each for each in _wrapped(value) if _package(each) not in _TORCHS)
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
