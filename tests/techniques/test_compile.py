@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -566,6 +567,21 @@ def test_a_compiled_loss_keeps_nothing_alive():
     del model, opt
     gc.collect()
     assert of_model() is None
+
+
+@pytest.mark.parametrize("loss", [None, CROSS_ENTROPY])
+def test_compiled_code_is_freed_with_its_model(compiler, loss):
+    compiler.backend = aot_autograd(fw_compiler=boxed_nop)  # its code refers to the code object of the model
+    graphs = []
+    for _ in range(3):
+        model, loader, opt = make_job()
+        run = flatout.optimize(model, loader, opt, loss, techniques=ALONE, budget=0)
+        for x, y in loader:
+            run.step((x, y)) if loss else functional.cross_entropy(model(x), y).backward()
+        del run, model, opt
+        gc.collect()
+        graphs.append(sum(type(one).__name__ == "GraphModule" for one in gc.get_objects()))
+    assert graphs[1] == graphs[2]  # torch keeps those of the latest compilation
 
 
 @pytest.mark.usefixtures("compiler")

@@ -45,7 +45,7 @@ FEWEST_STEPS = 10
 """Number of steps after which a later optimizer is recorded. Optimizers of inner loops take fewer."""
 
 IDLE_STEPS = 100
-"""Steps of other optimizers after which an optimizer that does not step any more is released with its model."""
+"""Steps of other optimizers after which the tuning of an optimizer that does not step any more ends."""
 
 MOST_REPORTS = 16
 """Limit of reports on models that are no longer tuned. The oldest reports are dropped."""
@@ -54,6 +54,7 @@ USUAL_UPDATES = 3
 """Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
 
 _log = logging.getLogger("flatout.autotune")
+_log.propagate = False  # the root logger is the script's
 
 
 class Engine:
@@ -233,13 +234,20 @@ class Engine:
             if module in tuned or any(p._post_accumulate_grad_hooks for p in module.parameters()):
                 continue  # such hooks may step optimizers inside a backward
             # Trials of the optimizer's first module call its step. LBFGS cannot step without a closure.
-            stepped = optimizer if not made and not isinstance(optimizer, torch.optim.LBFGS) else None
+            is_stepped = not made and not isinstance(optimizer, torch.optim.LBFGS)
             try:
                 batches = [with_gradients_of_update(module, update.batches[module]) for update in updates]
                 drawn = None if self.tunings or made else self._drawn
                 made.append(
                     ModuleTuning(
-                        module, stepped, batches, self._options, self._update_seconds, drawn, self._loaders.serve
+                        module,
+                        optimizer,
+                        is_stepped,
+                        batches,
+                        self._options,
+                        self._update_seconds,
+                        drawn,
+                        self._loaders.serve,
                     )
                 )
             except Exception as error:
@@ -248,7 +256,7 @@ class Engine:
         return made
 
     def _release_idle(self) -> None:
-        """End the tuning of optimizers that no longer step, so that a script can drop its model. Bound the reports."""
+        """End the tuning of optimizers that no longer step, which frees recorded calls. Bound the reports."""
         for optimizer, tunings in list(self._known.items()):
             if tunings and self._steps - self._taken.get(optimizer, (0, 0))[1] > IDLE_STEPS:
                 for tuning in tunings:
@@ -270,7 +278,7 @@ class Engine:
 
     def _schedule(self) -> None:
         """Compute the time of the next turn."""
-        needs = min((tuning.needs for tuning in self.tunings), default=math.inf)
+        needs = min((tuning.needs for tuning in self.tunings if not tuning.is_done), default=math.inf)
         self._due = math.inf if self.allowance is None else self.allowance.due(needs)
 
     def _take_turn(self, optimizer: Optimizer) -> None:

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from flatout.core.held import held, hold, release
 from flatout.data import clone_loader
 from flatout.data.workers_watch import is_off
 
+_FASTER = "_flatout_faster"
+
 
 class Drawn(NamedTuple):
-    """Loader of an update, and the number of batches that the update took from this loader."""
+    """Weak reference to the loader of an update, and the number of batches that the update took from this loader."""
 
-    loader: DataLoader[Any]
+    loader: weakref.ref[DataLoader[Any]]
     batches: int
 
 
@@ -41,7 +44,7 @@ class Loaders:
         self._process = os.getpid()
         self._loaders: weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]
         self._loaders = weakref.WeakKeyDictionary()
-        self._faster: weakref.WeakKeyDictionary[DataLoader[Any], _Served] = weakref.WeakKeyDictionary()
+        self._served: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._drawn: Counter[weakref.ref[DataLoader[Any]]] = Counter()
         self._next: Callable[..., Any] | None = None
         self._iter = DataLoader.__iter__
@@ -51,25 +54,28 @@ class Loaders:
         """Restore torch's functions. Loaders that have begun an epoch finish this epoch."""
         DataLoader.__iter__ = self._iter  # type: ignore[method-assign]
         self.stop_counting()
-        self._faster.clear()
+        for loader in self._served:
+            release(loader, _FASTER)
+        self._served.clear()
 
     def serve(self, loader: DataLoader[Any], faster: Iterable[Any]) -> None:
         """Replace a loader by ``faster`` from its next epoch on, until a change of the dataset turns ``faster`` off."""
         if faster is loader:
-            self._faster.pop(loader, None)
+            release(loader, _FASTER)
             return
         if isinstance(faster, DataLoader) and faster.persistent_workers and not loader.persistent_workers:
             # Persistent workers have one iterator, and the script may iterate the loader twice at once.
             faster = clone_loader(faster, persistent_workers=False)
-        self._faster[loader] = _Served(faster, loader.collate_fn)
+        hold(loader, _FASTER, _Served(faster, loader.collate_fn))
+        self._served.add(loader)
 
     def _serving(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(iterate)
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:
-            if os.getpid() == self._process and (served := self._faster.get(loader)) is not None:
+            if os.getpid() == self._process and (served := held(loader, _FASTER)) is not None:
                 if served.collate_fn is loader.collate_fn and not is_off(served.loader):
                     return iter(served.loader)
-                del self._faster[loader]
+                release(loader, _FASTER)
             batches = iterate(loader)
             if isinstance(batches, _BaseDataLoaderIter):
                 self._loaders[batches] = reference = weakref.ref(loader)
@@ -104,6 +110,4 @@ class Loaders:
         """Return the loader and the number of batches since the last call, or None without exactly one loader."""
         counted = list(self._drawn.items())
         self._drawn.clear()
-        if len(counted) != 1 or (loader := counted[0][0]()) is None:
-            return None
-        return Drawn(loader, counted[0][1])
+        return Drawn(*counted[0]) if len(counted) == 1 else None

@@ -21,6 +21,7 @@ from flatout.autotune.loaders import Drawn
 from flatout.autotune.options import Options
 from flatout.autotune.recorded import RecordedStep, linearized_loss
 from flatout.core import formatting
+from flatout.core.held import held, hold, release
 from flatout.data import is_rewindable
 from flatout.data.loader_class import is_plain
 from flatout.optimize import summary_of
@@ -67,7 +68,8 @@ class ModuleTuning:
 
     Args:
         module: the module.
-        optimizer: optimizer of the module, or None if flatout cannot step this optimizer or another tuning does so.
+        optimizer: optimizer of the module. The tuning ends when the script drops this optimizer.
+        is_stepped: False if flatout cannot step the optimizer, or if another tuning does so.
         updates: for each recorded update the batches of the module, as ``batch_of`` returns them.
         options: options of the tuning.
         update_seconds: seconds of an update of the script.
@@ -84,7 +86,8 @@ class ModuleTuning:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
+        is_stepped: bool,
         updates: Sequence[Sequence[dict[str, Any]]],
         options: Options,
         update_seconds: float,
@@ -102,11 +105,11 @@ class ModuleTuning:
         request = Request(
             model=module,
             loader=loader,
-            optimizer=optimizer,
+            optimizer=optimizer if is_stepped else None,
             compute_loss=compute_loss,
             device=next(module.parameters()).device,
             precision=options.precision,
-            accumulate=1 if optimizer is None else accumulate,
+            accumulate=accumulate if is_stepped else 1,
             deterministic=options.deterministic,
             techniques=options.techniques,
             expected_steps=EXPECTED_STEPS,
@@ -114,8 +117,10 @@ class ModuleTuning:
             plan=options.plan,
             is_recorded=True,
         )
-        self._held: Session | None = Session(request, validate(request))
-        self._breaks = self._held.job.breaks
+        session = Session(request, validate(request))
+        self._optimizer, self._name = weakref.ref(optimizer), f"_flatout_session_{id(session)}"
+        hold(optimizer, self._name, session)
+        self._breaks = session.job.breaks
         self._summary: Summary | None = None
         self._baseline: Baseline | None = None
         self._result: RaceResult | None = None
@@ -134,8 +139,8 @@ class ModuleTuning:
 
     @property
     def is_done(self) -> bool:
-        """True if no turn is left."""
-        return self.needs == math.inf
+        """True if no turn is left, or if the script has dropped the optimizer."""
+        return self.needs == math.inf or self._held is None
 
     def expect(self, update_seconds: float) -> None:
         """Estimate what a first turn needs, from the seconds of an update. Do nothing after the first turn."""
@@ -181,39 +186,47 @@ class ModuleTuning:
             raise
         finally:
             self.spent += budget.spent
+        self._summary = self._summarized(session)
         if self.is_done:
             self.end()
 
     def drop(self) -> None:
         """End the tuning without a report."""
-        self.needs, self._held = math.inf, None
+        self._summary = None
+        self.end()
 
     def end(self) -> None:
         """End the tuning, and release the module and its recorded calls. Kept techniques stay on."""
-        report = self.report
-        self._summary = None if report is None else report.summary
-        self.drop()
+        self.needs = math.inf
+        if (optimizer := self._optimizer()) is not None:
+            release(optimizer, self._name)
+
+    @property
+    def _held(self) -> Session | None:
+        """Session of the tuning, or None after the tuning. The optimizer holds the session, which refers to both."""
+        optimizer = self._optimizer()
+        return None if optimizer is None else held(optimizer, self._name)
 
     @property
     def _session(self) -> Session:
-        """Session of the tuning, which keeps the module alive until the last turn."""
-        assert self._held is not None
-        return self._held
+        session = self._held
+        assert session is not None
+        return session
 
     @property
     def report(self) -> Report | None:
         """Report of the decisions so far, or None before the first turn and if tuning has failed."""
-        if self._summary is not None:
-            return Report(self._summary.reverted(self._breaks.found))
-        if self._held is None or self._baseline is None:
-            return None
-        ledger, outcome = self._session.ledger, self.outcome or Outcome(None, None, None, "wall", "", None)
+        return None if self._summary is None else Report(self._summary.reverted(self._breaks.found))
+
+    def _summarized(self, session: Session) -> Summary:
+        """Return the summary of the decisions so far, with a row for each technique."""
+        ledger, outcome = session.ledger, self.outcome or Outcome(None, None, None, "wall", "", None)
         before, decided = ledger.decisions, {row.technique for row in ledger.rows}
         for technique in self._open:
             if technique.name not in decided:
                 ledger.add(Decision(technique.row("not tried", "the script ended before tuning came to it")))
         try:
-            return Report(summary_of(self._session, outcome, self.spent).reverted(self._breaks.found))
+            return summary_of(session, outcome, self.spent)
         finally:
             ledger.reset(before)  # a later turn may try these techniques
 
@@ -422,10 +435,11 @@ def _training_of(
 
     Trials take batches from the script's loader if that is safe. Otherwise the recorded batches are the loader.
     """
-    if drawn is not None and _may_be_tried(drawn.loader) and len(updates[0]) % drawn.batches == 0:
+    loader = None if drawn is None else drawn.loader()
+    if drawn is not None and loader is not None and _may_be_tried(loader) and len(updates[0]) % drawn.batches == 0:
         per_batch = len(updates[0]) // drawn.batches
         steps = [update[i : i + per_batch] for update in updates for i in range(0, len(update), per_batch)]
-        return drawn.loader, RecordedStep(steps), drawn.batches
+        return loader, RecordedStep(steps), drawn.batches
     return [batch for update in updates for batch in update], linearized_loss, len(updates[0])
 
 

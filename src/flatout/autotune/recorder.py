@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class RecordedUpdate:
 class _Backward:
     """Loss of a backward, and the calls whose outputs received their first gradients in this backward, by module."""
 
-    calls: dict[nn.Module, list[RecordedCall]]
+    calls: weakref.WeakKeyDictionary[nn.Module, list[RecordedCall]]
     loss: Tensor
 
 
@@ -84,7 +83,7 @@ class Recorder:
         self._process = os.getpid()
         self._is_suspended = False
         self._thread = threading.local()
-        self._calls: list[tuple[nn.Module, RecordedCall]] = []
+        self._calls: list[tuple[weakref.ref[nn.Module], RecordedCall]] = []  # the script may drop its modules
         self._dropped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backwards: list[_Backward] = []
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -147,7 +146,7 @@ class Recorder:
             watched = recorder._safely(recorded.watched, output)
             if watched is None or not any(tensor.requires_grad for tensor in tensors_of(output)):
                 return output
-            recorder._calls.append((self, recorded))
+            recorder._calls.append((weakref.ref(self), recorded))
             recorder._safely(recorder._drop_oldest)
             return watched
 
@@ -166,9 +165,10 @@ class Recorder:
         """Drop old calls that no backward has reached, for example calls of an evaluation with gradients."""
         nbytes = sum(call.nbytes for _, call in self._calls)
         while len(self._calls) > 1 and (nbytes > MOST_BYTES or len(self._calls) > MOST_CALLS):
-            module, call = self._calls.pop(0)
+            reference, call = self._calls.pop(0)
             nbytes -= call.nbytes
-            self._dropped.add(module)
+            if (module := reference()) is not None:
+                self._dropped.add(module)
 
     def _noting_losses(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
@@ -189,8 +189,10 @@ class Recorder:
             self._backwards = []
             self._stepped_by.clear()
         loss = torch.stack([loss.detach().float().sum() for loss in losses]).sum()
-        calls: dict[nn.Module, list[RecordedCall]] = {}
-        for module, call in self._calls:
+        calls: weakref.WeakKeyDictionary[nn.Module, list[RecordedCall]] = weakref.WeakKeyDictionary()
+        for reference, call in self._calls:
+            if (module := reference()) is None:
+                continue
             if call.is_differentiated_twice:
                 self._dropped.add(module)
             if call.is_reached:
@@ -216,13 +218,13 @@ class Recorder:
     def _pass_on(self, optimizer: Optimizer) -> None:
         self._stepped_by.add(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        batches: dict[nn.Module, list[dict[str, Any]]] = {}
-        seconds: defaultdict[nn.Module, float] = defaultdict(float)
+        batches: weakref.WeakKeyDictionary[nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+        seconds: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
         for backward in self._backwards:
             for module, calls in backward.calls.items():
                 if module not in self._dropped and any(id(p) in held for p in module.parameters()):
                     batches.setdefault(module, []).append(batch_of(calls, backward.loss))
-                    seconds[module] += sum(call.seconds for call in calls)
+                    seconds[module] = seconds.get(module, 0.0) + sum(call.seconds for call in calls)
         self._on_update(optimizer, RecordedUpdate(batches, seconds))
 
 

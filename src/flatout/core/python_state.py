@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.core.reachable import attributes_of, cell_contents, is_users, named_by
+from flatout.core.reachable import attributes_of, cell_contents, is_users, module_of, named_by
 
 _BUFFERS = (bytearray, array.array, ctypes._SimpleCData.__mro__[1])
 _UNSET = object()
@@ -255,7 +255,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
         )
     if vars(function):
         yield _Elements(vars(function), dict)
-    if not is_users(function.__module__):
+    if not is_users(module_of(function)):
         return
     for bindings, owner in named_by(function):
         names = tuple(bindings)

@@ -30,8 +30,9 @@ _WIDTH = 1024  # elements per container: lists of layers are short, lists of fil
 
 _NO_NODES = (str, bytes, int, float, complex, types.ModuleType, np.generic, torch.dtype, torch.device)
 _NOT_LOOKED_INTO = (np.ndarray, types.CodeType, logging.Logger, logging.Handler)
-_MACHINERY = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed", "flatout.distributed")
-"""Packages that compile code or connect ranks."""
+_MACHINERY: tuple[str, ...] = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed")
+_MACHINERY += ("flatout.distributed", "flatout.autotune", "flatout.core.held")
+"""Modules that compile code, connect ranks, record calls, or hold values of flatout on the user's objects."""
 _LOOPS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "transformers.trainer", "accelerate.")
 """Packages that run the loop around the steps, with its loggers, files and iterators."""
 _OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))
@@ -67,7 +68,7 @@ def _is_node(value: Any, left_out: tuple[str, ...]) -> bool:
         return False  # a dead one raises at any access
     if value is None or issubclass(kind, _NO_NODES) or (issubclass(kind, type) and not is_users(value.__module__)):
         return False
-    if str((value if kind is types.FunctionType else kind).__module__).startswith(left_out):
+    if module_of(value).startswith(left_out):
         return False
     if kind is dict and "__name__" in value and "__spec__" in value:
         return False  # the names of a module, of which only those in the code count
@@ -157,12 +158,12 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     bound = [cell_contents(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     # Functions of other modules are left out, unless they are the user's: a library's functions reach too much.
-    here = function.__module__
+    here = module_of(function)
     named = [
         found
         for bindings, _ in named_by(function)
         for found in bindings.values()
-        if not isinstance(found, types.FunctionType) or found.__module__ == here or is_users(found.__module__)
+        if not isinstance(found, types.FunctionType) or module_of(found) == here or is_users(module_of(found))
     ]
     return [*bound, *defaults, *vars(function).values(), *named]
 
@@ -195,6 +196,15 @@ def cell_contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+def module_of(value: Any) -> str:
+    """Return the module whose code a function or method runs. For other objects, return the module of their class."""
+    if type(value) is types.MethodType:  # isinstance raises for a dead proxy
+        value = value.__func__
+    if type(value) is types.FunctionType:  # its `__module__` is the one of the function that it wraps
+        return str(value.__globals__.get("__name__", ""))
+    return str(type(value).__module__)
 
 
 @functools.lru_cache(1024)

@@ -16,6 +16,7 @@ from torch import nn
 from flatout.core.cleanup import run_all
 from flatout.core.effects import Containment, Unrepeatable
 from flatout.core.foreign import StepGuard, add_data, add_foreign, copied_before_writes
+from flatout.core.installed import installed, without_modes
 from flatout.core.process_flags import Restorable, saved_flags
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
@@ -61,21 +62,22 @@ class Snapshot:
             loader: the loader, whose random generators are captured, with the generators of its samplers and dataset,
                 and with the Python state of these.
             code: callables of the step, such as the loss. The snapshot has the random generators that they use, and
-                everything that they can reach.
+                everything that they can reach. Hooks and patches that others have installed in torch count as well.
             also: other objects that are restored together with this one, for example the loader's position.
             on: the device for the copies. None means the device of each original.
         """
-        modules = list(modules)
-        saved = Saved(on)
-        for module in modules:
-            saved.module(module)
-        if optimizer is not None:
-            saved.optimizer(optimizer)
-        why_not_repeated = add_foreign(saved, list(code))
-        for part in ("dataset", "batch_sampler", "sampler", "collate_fn"):
-            add_data(saved, getattr(loader, part, None))
-        # Restored in this order. Flags come last, because reverting a technique changes them.
-        made = cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
+        modules, code = list(modules), [*code, *installed(optimizer)]
+        with without_modes():
+            saved = Saved(on)
+            for module in modules:
+                saved.module(module)
+            if optimizer is not None:
+                saved.optimizer(optimizer)
+            why_not_repeated = add_foreign(saved, code)
+            for part in ("dataset", "batch_sampler", "sampler", "collate_fn"):
+                add_data(saved, getattr(loader, part, None))
+            # Restored in this order. Flags come last, because reverting a technique changes them.
+            made = cls(saved, RandomState.capture([loader, *modules, *code, optimizer]), *also, *saved_flags())
         made.why_not_repeated = why_not_repeated
         return made
 
@@ -85,7 +87,8 @@ class Snapshot:
         Raises:
             BaseException: the first failure, with later ones as its notes. All other parts are restored.
         """
-        run_all(part.restore for part in self._parts)
+        with without_modes():
+            run_all(part.restore for part in self._parts)
 
     def changed(self) -> str:
         """Return the first change of Python state, such as "attribute 'calls' of a Net"; empty without a change."""

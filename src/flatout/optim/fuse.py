@@ -56,7 +56,8 @@ def fuse(optimizer: _Optimizer, **additions: Any) -> _Optimizer:
     """Give an optimizer of ``torch.optim`` its native step, in place and at any time.
 
     The object, its state, hooks, ``state_dict`` and LR schedulers (made before or after) do not change. Only its class
-    becomes the subclass of the same name in ``flatout.optim``. :func:`unfuse` reverts the conversion.
+    becomes the subclass of the same name in ``flatout.optim``. Its copies and pickles have torch's class, unless they
+    have additional options. :func:`unfuse` reverts the conversion.
 
     Args:
         optimizer: any optimizer. If it cannot be converted, nothing changes, and :func:`why_not_fusable` returns the

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -358,6 +360,16 @@ class NativeStep(torch.optim.Optimizer):
                         del self.state[p][name]
                 if "copy" in state.get(p, {}):
                     self.state[p]["copy"] = state[p]["copy"]  # the same tensor, which the user may hold
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickles and copies hold. What ``fuse`` converted without additional options is torch's there."""
+        if self not in before_fuse or any(map(options.additions_of, self.param_groups)):
+            return super().__reduce_ex__(protocol)
+        groups = [{n: v for n, v in group.items() if n not in options.NEUTRAL} for group in self.param_groups]
+        state = {p: self._published(g, self.state[p]) for g in groups for p in g["params"] if p in self.state}
+        held = {**super().__getstate__(), "state": defaultdict(dict, state), "param_groups": groups}
+        # A pickler accepts the `__newobj__` of an object's own class only.
+        return copyreg._reconstructor, (self._torch_class, object, None), held  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         fused = {"_fused": True} if self in before_fuse else {}

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -316,9 +317,14 @@ def _with_code_of_its_own(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function with its own code object.
 
     Dynamo counts recompilations by code object, and all functions from one definition share one code object. Without a
-    copy, the ninth model in a process, for example in a notebook, would silently run eager.
+    copy, the ninth model in a process, for example in a notebook, would silently run eager. Compiled code and the code
+    object refer to each other, partly in C, where Python's garbage collector does not see it. So the compiled code is
+    removed when the function dies.
     """
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    code = call.__code__.replace()
+    made = types.FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+    weakref.finalize(made, torch._dynamo.reset_code, code).atexit = False
+    return made
 
 
 class CompiledModel(CallCandidate):

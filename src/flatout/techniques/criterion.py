@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,13 @@ class Placement(Candidate):
 
     def __init__(self, job: Job) -> None:
         self.label = self.value = str(job.spec.device)
-        self._optimizer = job.spec.optimizer
+        optimizer = job.spec.optimizer
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)  # the model keeps this candidate
         self._device = job.spec.device
         # Tensors, not modules, so that the candidate does not keep the model alive.
         tensors = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
-        if job.spec.optimizer is not None:
-            tensors += [p for group in job.spec.optimizer.param_groups for p in group["params"]]
+        if optimizer is not None:
+            tensors += [p for group in optimizer.param_groups for p in group["params"]]
         self._moved = [(t, t.device) for t in {id(t): t for t in tensors}.values() if t.device != job.spec.device]
 
     def _turn_on(self) -> None:
@@ -43,9 +45,8 @@ class Placement(Candidate):
                     value.data = value.data.to(device)
 
     def _state_of(self, tensor: torch.Tensor) -> dict[str, Any]:
-        if self._optimizer is None or tensor not in self._optimizer.state:
-            return {}
-        return self._optimizer.state[tensor]
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return {} if optimizer is None else optimizer.state.get(tensor, {})
 
 
 class Criterion(Rule):

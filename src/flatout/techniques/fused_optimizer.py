@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,15 @@ class FuseCandidate(Candidate):
     value = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # the model keeps this candidate, and may outlive the optimizer
 
     def _turn_on(self) -> None:
-        fuse(self._optimizer)
+        if (optimizer := self._optimizer()) is not None:
+            fuse(optimizer)
 
     def _turn_off(self) -> None:
-        unfuse(self._optimizer)
+        if (optimizer := self._optimizer()) is not None:
+            unfuse(optimizer)
 
 
 class FusedOptimizer(StepTechnique):

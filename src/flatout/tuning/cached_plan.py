@@ -100,7 +100,7 @@ def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
         failure = formatting.first_line(error)
     if failure:
         session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
-        log(session.notes[-1], session.log_level)
+        log(session.notes[-1], session.logs)
         _roll_back(session, before, source)
         return None
     session.notes.append(

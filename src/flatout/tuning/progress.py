@@ -127,9 +127,9 @@ def own_progress() -> Progress:
 
 
 @contextlib.contextmanager
-def logged(ledger: Ledger, level: int) -> Iterator[None]:
+def logged(ledger: Ledger, is_on: bool) -> Iterator[None]:
     """Log a record for each technique that is decided inside the block. Other ranks than the first log nothing."""
-    if not (_log.isEnabledFor(level) and is_first_rank()):
+    if not (is_on and _log.isEnabledFor(logging.INFO) and is_first_rank()):
         yield
         return
     earlier, begun = {row.technique: row for row in ledger.rows}, time.monotonic()
@@ -137,13 +137,13 @@ def logged(ledger: Ledger, level: int) -> Iterator[None]:
     rows = [row for row in ledger.rows if row is not earlier.get(row.technique)]
     took = formatting.seconds(time.monotonic() - begun)
     for row in rows:
-        _log.log(level, "%s, %s%s", _decision(row), took, f" for {len(rows)} techniques" if len(rows) > 1 else "")
+        _log.info("%s, %s%s", _decision(row), took, f" for {len(rows)} techniques" if len(rows) > 1 else "")
 
 
-def log(text: str, level: int) -> None:
+def log(text: str, is_on: bool) -> None:
     """Log a record about the session. Other ranks than the first log nothing."""
-    if is_first_rank():
-        _log.log(level, "%s", text)
+    if is_on and is_first_rank():
+        _log.info("%s", text)
 
 
 def _decision(row: Row) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -141,7 +140,7 @@ class Session:
         self.ledger = Ledger()
         self.progress = Progress()
         self._told = ""
-        self.log_level = logging.DEBUG if request.is_recorded else logging.INFO  # a script's log has its own records
+        self.logs = not request.is_recorded  # a script's log has its own records
         self.own_size = size_of(self.job)
         self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
@@ -239,7 +238,7 @@ class Session:
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Show a stage to the user and to profilers, and log the decisions inside the block."""
-        with logged(self.ledger, self.log_level), self.progress.stage(what), mfu.nvtx_range(f"flatout: {what}"):
+        with logged(self.ledger, self.logs), self.progress.stage(what), mfu.nvtx_range(f"flatout: {what}"):
             yield
 
     @property
@@ -281,7 +280,7 @@ class Session:
     def end_tuning(self, gain: Gain | None) -> None:
         """Report the end of all trials, with the gain of the race if there was one."""
         told = f"tuned in {formatting.seconds(self.bench.budget.spent)}"
-        log(", ".join([told, *gain_of(gain)]), self.log_level)
+        log(", ".join([told, *gain_of(gain)]), self.logs)
         self._told = f"flatout: {told}"
 
     def restore(self, error: BaseException) -> None:

@@ -1,0 +1,125 @@
+"""Code that others have installed in torch and in Python runs in steps, and its state is restored."""
+
+import contextlib
+import functools
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+
+from flatout.core.installed import installed
+from flatout.core.snapshot import Snapshot
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def counted(function, calls, wraps=functools.wraps):
+    @wraps(function)
+    def counting(*args, **kwargs):
+        calls[0] += 1
+        return function(*args, **kwargs)
+
+    return counting
+
+
+def module_hook(calls, optimizer):
+    return nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+
+
+def step_hook(calls, optimizer):
+    return register_optimizer_step_post_hook(lambda *_: calls.append(1))
+
+
+def patched_loss(calls, optimizer):
+    return replaced(nn.functional, "mse_loss", counted(nn.functional.mse_loss, calls))
+
+
+def patched_loss_without_wraps(calls, optimizer):
+    return replaced(nn.functional, "mse_loss", counted(nn.functional.mse_loss, calls, lambda _: lambda same: same))
+
+
+def patched_backward(calls, optimizer):
+    return replaced(torch.Tensor, "backward", counted(torch.Tensor.backward, calls))
+
+
+def patched_step(calls, optimizer):
+    return replaced(optimizer, "step", counted(optimizer.step, calls))
+
+
+def patched_step_of_the_class(calls, optimizer):
+    return replaced(torch.optim.SGD, "step", counted(torch.optim.SGD.step, calls))
+
+
+def mode(calls, optimizer):
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(1)
+            return function(*args, **(kwargs or {}))
+
+    return Counting()
+
+
+def packing(calls, optimizer):
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (calls.append(1), tensor)[1], lambda tensor: tensor)
+
+
+@contextlib.contextmanager
+def tracer(calls, optimizer):
+    def note(frame, event, arg):
+        if frame.f_code.co_name == "backward":
+            calls.append(1)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+INSTALLED = [
+    module_hook,
+    step_hook,
+    patched_loss,
+    patched_loss_without_wraps,
+    patched_backward,
+    patched_step,
+    patched_step_of_the_class,
+    mode,
+    packing,
+    tracer,
+]
+
+
+@pytest.mark.parametrize("install", INSTALLED)
+def test_what_installed_code_counts_is_restored(install):
+    model, calls = nn.Linear(2, 1), [0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with install(calls, optimizer):
+        snapshot = Snapshot.capture([model], optimizer, code=[model])
+        before = list(calls)
+        nn.functional.mse_loss(model(torch.ones(2, 2)), torch.ones(2, 1)).backward()
+        optimizer.step()
+        assert calls != before
+        snapshot.restore()
+        assert calls == before
+
+
+def test_nothing_of_torch_and_flatout_counts_as_installed():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters())
+    optimizer.step()
+    assert not [each for each in installed(optimizer) if callable(each)]
