@@ -10,7 +10,7 @@ from typing import Any
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.breaks import Breaks
 from flatout.data.loader_class import base_of
-from flatout.data.loaders import Randomness, randomness_of
+from flatout.data.loaders import Randomness, randomness_of, why_not_read
 from flatout.data.seeding import is_seeded
 from flatout.mfu.signatures import CountedWork
 from flatout.training.objective import Objective
@@ -28,12 +28,17 @@ class JobData:
         source: the iterable of the training, which is ``loader``, or a faster loader of the same batches.
         expected_steps: expected number of batches of ``loader`` in the whole training.
         batches: batches for trials, on the device. Empty after the trials.
+        why_not_read: why samples must not be read out of turn; empty if they may be.
     """
 
     loader: Iterable[Any]
     source: Iterable[Any]
     expected_steps: int = 0
     batches: Sequence[Any] = ()
+    why_not_read: str = ""
+
+    def __post_init__(self) -> None:
+        self.why_not_read = self.why_not_read or why_not_read(self.loader)
 
     @property
     def varies(self) -> bool:
