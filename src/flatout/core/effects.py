@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from flatout.core.python_state import has_position
 from flatout.core.reachable import is_users
 
 _TOOLS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils.data", "triton", "importlib")
@@ -60,13 +61,16 @@ def why_not_repeated(nodes: Iterable[Any], who: str = "the step") -> str:
             return f"{who} reaches a file that is open for writing, {getattr(node, 'name', kind.__name__)!r}"
         if issubclass(kind, _CHANNELS):
             return f"{who} reaches a {kind.__module__}.{kind.__name__}, which a repetition could not restore"
-        if kind.__module__ in ("builtins", "itertools") and _is_unfinished_iterator(node):
+        is_moving = not has_position(node) if isinstance(node, io.IOBase) else _is_unfinished_iterator(node)
+        if is_moving:
             return f"{who} reaches a {kind.__name__}, whose position a repetition could not restore"
     return ""
 
 
 def _is_unfinished_iterator(node: Any) -> bool:
     if not isinstance(node, collections.abc.Iterator) or getattr(node, "gi_frame", node) is None:
+        return False
+    if hasattr(node, "__dict__"):  # of a class in Python, whose attributes are restored
         return False
     left: Callable[[], int] | None = getattr(node, "__length_hint__", None)
     return left is None or left() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import queue
 import socket
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 SAMPLES, SECONDS = 16, 10
 """Number of samples that two processes make for a comparison, and seconds to wait for one of them."""
+_COUNTERS = (int, float, list, dict, set, collections.deque)
+"""Types of values that may count samples. A cache does not change when a sample is made again."""
 
 
 class SamplesPortable(Guard):
@@ -48,7 +51,7 @@ class SamplesPortable(Guard):
         for node, label in nodes_in(base.dataset, base.collate_fn, with_locks=True):
             if why := _why_not_shared(node):
                 return f"{label} is {why}"
-        return "" if base.num_workers else _counts(base)
+        return "" if base.num_workers else counts(base)
 
     @staticmethod
     def differs(loader: DataLoader[Any]) -> str:
@@ -105,7 +108,7 @@ def _why_not_shared(node: Any) -> str:
     return ""
 
 
-def _counts(loader: DataLoader[Any]) -> str:
+def counts(loader: DataLoader[Any]) -> str:
     """Return the number that changes when samples are made, or the file that is written."""
     dataset: Any = loader.dataset
     with reading_again(loader):
@@ -118,6 +121,6 @@ def _counts(loader: DataLoader[Any]) -> str:
         except Exception:  # of a dataset that only worker processes can read
             return ""
         for text, before, now in contents.differences():
-            if isinstance(before, (int, float)) and isinstance(now, (int, float)):
+            if isinstance(before, _COUNTERS) and isinstance(now, _COUNTERS):
                 return f"{text} after a sample was made"
     return ""

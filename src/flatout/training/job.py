@@ -9,6 +9,7 @@ from typing import Any
 
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.breaks import Breaks
+from flatout.core.effects import Unrepeatable
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import Randomness, randomness_of, why_not_read
 from flatout.data.seeding import is_seeded
@@ -52,8 +53,11 @@ class JobData:
         The value is None, too, if each sample has its own seed.
 
         Raises:
+            Unrepeatable: samples must not be read out of turn.
             Exception: an error of the dataset, which may be able to load samples in worker processes only.
         """
+        if self.why_not_read:
+            raise Unrepeatable(self.why_not_read)
         base = base_of(self.loader)
         return None if base is None or is_seeded(base) else randomness_of(base)
 

@@ -96,8 +96,6 @@ class Choices:
             value = self.of(technique)
             try:
                 if technique.accepts(value):
-                    if isinstance(technique, LoaderTechnique) and job.data.why_not_read:
-                        raise NotApplicable(job.data.why_not_read)
                     technique.check(job)
                     if isinstance(technique, LoaderTechnique) and not is_rewindable(job.data.loader):
                         raise NotApplicable("the loader cannot be rewound: replacing it would lose samples")

@@ -280,7 +280,7 @@ class Session:
         """
         data = self.job.data
         count = 1 if data.why_not_read or why_not_ahead(self.loader) else TRIAL_BATCHES
-        data.source = self._unread or ReplayBuffer(self.loader, count)
+        data.source = ReplayBuffer(self.loader, count) if self._unread is None else self._unread
 
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:

@@ -175,8 +175,6 @@ class Tuner:
         if isinstance(technique, StepTechnique) and job.objective.why_untried:
             raise NotApplicable(job.objective.why_untried)
         with applies_on_all(self._bench.ranks):
-            if isinstance(technique, LoaderTechnique) and job.data.why_not_read:
-                raise NotApplicable(job.data.why_not_read)
             technique.check(job)
         required = self._required(technique)
         if required is not None and self._choices.of(required) is False:
