@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SamplesFixed(Guard):
-    """Samples do not change.
+    """Samples do not change, and making one changes nothing.
 
     The experiment makes some samples twice. Later changes are seen by the loader in memory (``data/watch.py``). Tensors
     that are gathered in place need no experiment.

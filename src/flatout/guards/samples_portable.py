@@ -51,7 +51,7 @@ class SamplesPortable(Guard):
         for node, label in nodes_in(base.dataset, base.collate_fn, with_locks=True):
             if why := _why_not_shared(node):
                 return f"{label} is {why}"
-        return "" if base.num_workers else counts(base)
+        return counts(base)
 
     @staticmethod
     def differs(loader: DataLoader[Any]) -> str:
@@ -108,9 +108,14 @@ def _why_not_shared(node: Any) -> str:
     return ""
 
 
-def counts(loader: DataLoader[Any]) -> str:
-    """Return the number that changes when samples are made, or the file that is written."""
-    dataset: Any = loader.dataset
+def counts(loader: Any) -> str:
+    """Return the number or container that changes when samples are made, or the file that is written.
+
+    Empty if nothing does, and for a loader with worker processes, which count for themselves.
+    """
+    dataset = loader.dataset
+    if loader.num_workers:
+        return ""
     with reading_again(loader):
         try:
             dataset[0]  # may open a file
