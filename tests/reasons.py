@@ -20,7 +20,7 @@ PATTERNS: dict[str, str] = {
     "batch-times-vary": "because batch times vary",
     "batches-on-device": "already: another process could not make them there",
     "batchnorm-sees-parts": r"BatchNorm (would normalize|normalizes) each part",
-    "cannot-be-restored": "a repetition could not restore|the step reaches a file that is open for writing",
+    "cannot-be-restored": "a repetition could not restore|reaches a file that is open for writing",
     "begins-state": "state within a step",
     "budget-spent": "budget|FLATOUT_BUDGET",
     "cache-ended": "not cached any more",

@@ -25,9 +25,8 @@ from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
 from flatout.tuning.batch_size_stage import scaled_schedule
 from flatout.tuning.cached_plan import decide
-from flatout.tuning.choices import Choices
 from flatout.tuning.plan_key import code_of, training_of
-from flatout.tuning.ranks import Parallel, parallel_of
+from flatout.tuning.ranks import parallel_of
 from flatout.tuning.request import Request
 from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
@@ -171,15 +170,16 @@ def optimize(
     choices = validate(request)
     part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
     with OwnError(), part.ranks.attempt("flatout.optimize"):
-        try:
-            return _tuned(request, choices, part)
-        except Unrepeatable as reason:
-            why = str(reason)
-        return _tuned(request, choices, part, why)
+        session = Session(request, choices, part)
+        while True:
+            try:
+                return _tuned(session)
+            except Unrepeatable as reason:
+                why = str(reason)
+            session = session.after(why)
 
 
-def _tuned(request: Request, choices: Choices, part: Parallel, why_untried: str = "") -> Run:
-    session = Session(request, choices, part, why_untried)
+def _tuned(session: Session) -> Run:
     try:
         session.prepare()
         outcome = decide(session)

@@ -199,7 +199,51 @@ class Mapped(ByAttribute):
         return map(self.weights.__getitem__, range(self.count))
 
 
-FIXED = {"numbers": lambda data: Numbers(8), "ready": lambda data: Ready(8), "torch's": RandomSampler}
+class Position(Numbers):
+    """Sampler that continues where an epoch ended."""
+
+    next = 0
+
+    def __iter__(self):
+        for _ in range(self.count):
+            yield self.next
+            self.next += 1
+
+
+class Incremented(Position):
+    def __iter__(self):
+        while True:
+            self.next += 1
+            yield self.next
+
+
+class Shuffled(Numbers):
+    def __init__(self, count):
+        super().__init__(count)
+        self.epoch, self.rng = 0, torch.Generator()
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from torch.randperm(self.count, generator=self.rng).tolist()
+
+
+class Drawing(Shuffled):
+    def __iter__(self):
+        for _ in range(self.count):
+            yield int(torch.randint(self.count, (), generator=self.rng))
+
+
+def with_replacement(data, generator=None):
+    return RandomSampler(data, replacement=True, generator=generator)
+
+
+FIXED = {
+    "numbers": lambda data: Numbers(8),
+    "ready": lambda data: Ready(8),
+    "shuffled": lambda data: Shuffled(8),
+    "torch's": RandomSampler,
+    "torch's with replacement": with_replacement,
+}
 FEEDBACK = {
     "global": lambda data: ByGlobal(8),
     "method": lambda data: ByHelper(8),
@@ -207,6 +251,10 @@ FEEDBACK = {
     "dataset": lambda data: ByDataset(8, data),
     "generator": lambda data: Lazy(8),
     "map": lambda data: Mapped(8),
+    "position": lambda data: Position(8),
+    "position before": lambda data: Incremented(8),
+    "drawing": lambda data: Drawing(8),
+    "torch's with replacement": lambda data: with_replacement(data, torch.Generator()),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sqlite3
 import threading
 import time
+import zlib
 
 import pytest
 import torch
@@ -89,8 +91,50 @@ def test_what_processes_can_share(tmp_path):
         assert SamplesPortable().contradiction(job_over(Samples(held))) == ""
 
 
-def test_a_counter_counts_in_each_process():
-    assert "'calls'" in SamplesPortable().contradiction(job_over(Counting()))
+class Listing(Samples):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __getitem__(self, i):
+        self.seen.append(i)
+        return super().__getitem__(i)
+
+
+class Logging(Samples):
+    def __getitem__(self, i):
+        with open(self.held, "a") as file:
+            file.write(f"{i}")
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(("dataset", "name"), [(Counting, "'calls'"), (Listing, "'seen'")])
+def test_a_dataset_that_counts_its_samples(dataset, name):
+    for guard in (SamplesPortable(), SamplesFixed()):
+        counted = dataset()
+        before = copy.deepcopy(vars(counted))
+        assert name in guard.contradiction(job_over(counted))
+        assert vars(counted) == before
+
+
+def test_a_file_that_samples_write(tmp_path):
+    path = tmp_path / "log"
+    for guard in (SamplesPortable(), SamplesFixed()):
+        assert str(path) in guard.contradiction(job_over(Logging(path)))
+    assert not path.exists()
+
+
+class Line(Samples):
+    def __getitem__(self, i):
+        return torch.full((8,), float(self.held.readline())), i % 3
+
+
+def test_the_position_in_a_file_is_put_back(tmp_path):
+    (tmp_path / "data").write_text("\n".join(map(str, range(1000))))
+    with open(tmp_path / "data") as file:
+        file.readline()
+        assert SamplesFixed().contradiction(job_over(Line(file))) != ""
+        assert file.readline() == "1\n"
 
 
 @pytest.mark.parametrize("dataset", [OfProcess, OnlyHere])
@@ -138,9 +182,9 @@ def test_an_error_names_the_assumption(code):
 
 def test_data_that_changes_unseen_is_kept_only_if_forced():
     pace = Pace(step_ms=30.0, load_ms=10.0, samples_per_second=1.0)
-    assert "samples-not-fixed" in refusal("in_memory", job_over(Samples(itertools.count())), pace)
+    assert "samples-not-fixed" in refusal("in_memory", job_over(Samples(zlib.decompressobj())), pace)
     run = flatout.optimize(
-        Net(), DataLoader(Samples(itertools.count()), 4), plan=None, techniques=QUICK | {"in_memory": True}
+        Net(), DataLoader(Samples(zlib.decompressobj()), 4), plan=None, techniques=QUICK | {"in_memory": True}
     )
     assert run.plan.decisions["in_memory"] is True
 
@@ -153,7 +197,7 @@ def test_data_whose_watch_costs_too_much_is_left_alone():
 
 
 def test_a_break_is_reported_and_the_order_goes_on():
-    dataset = Counting()
+    dataset = Samples()
     run = flatout.optimize(Net(), DataLoader(dataset, 4), plan=None, techniques=QUICK | {"in_memory": True})
     list(run.loader)
     assert run.report.row("in_memory").status == "kept"

@@ -1,8 +1,8 @@
 """Loader workers: candidates, decisions, forced values, and loaders that keep their workers."""
 
+import os
 import re
 import time
-from typing import ClassVar
 
 import pytest
 import torch
@@ -72,15 +72,15 @@ def test_a_loader_with_good_settings_is_unchanged_and_the_row_explains_it():
     assert "loading-negligible" in reasons(row)
 
 
-def test_an_error_while_tuning_rejects_workers():
+def test_an_error_while_tuning_rejects_workers(monkeypatch):
+    monkeypatch.setenv("READS", "0")  # no attribute, which would refuse workers at once
+
     class Breaking(SlowSamples):
         """Dataset that fails in the second epoch, which the tuner reads."""
 
-        reads: ClassVar[list[int]] = []
-
         def __getitem__(self, i):
-            self.reads.append(i)
-            if len(self.reads) > 60:
+            os.environ["READS"] = str(int(os.environ["READS"]) + 1)
+            if int(os.environ["READS"]) > 60:
                 raise OSError("the disk is gone")
             return super().__getitem__(i)
 
@@ -261,7 +261,7 @@ class Shuffled(Sampler):
 SOURCES = {
     "stream": (lambda: DataLoader(Stream(64), batch_size=8), "iterable-dataset"),
     "subclass": (lambda: OwnIterator(Numbers(), batch_size=8, shuffle=True), "overrides-dataloader"),
-    "sampler": (lambda: DataLoader(Numbers(), batch_size=8, sampler=Shuffled(64)), "not-rewindable"),
+    "sampler": (lambda: DataLoader(Numbers(), batch_size=8, sampler=Shuffled(64)), "cannot-be-restored"),
 }
 
 

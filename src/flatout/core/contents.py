@@ -471,6 +471,11 @@ def named_values(kind: type, method: str) -> tuple[dict[str, Any], frozenset[str
     return values, frozenset(used)
 
 
+def functions_of(kind: type) -> list[types.FunctionType]:
+    """Return the functions of a user's class that its methods for samples use, with these methods."""
+    return [f for owner, name, _ in _Code.of(kind).members for f in _functions_of(vars(owner)[name])]
+
+
 def is_closed_module(module: str) -> bool:
     """Return True for modules whose objects hold handles of the process, such as databases."""
     return module.partition(".")[0] in _OPAQUE_MODULES - {"_thread"}

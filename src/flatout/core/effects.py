@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from flatout.core.python_state import has_position
 from flatout.core.reachable import is_users
 
 _TOOLS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils.data", "triton", "importlib")
@@ -32,6 +33,7 @@ _TOOLS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils.d
 _CHANNELS = (
     socket.socket,
     threading.Thread,
+    threading.Condition,  # of an Event, too: a copy that is written back would lose the threads that wait
     queue.Queue,
     queue.SimpleQueue,
     sqlite3.Connection,
@@ -46,21 +48,29 @@ class Unrepeatable(RuntimeError):
     """Error of a step that cannot be repeated without a trace. The message is one clause for the report."""
 
 
-def why_not_repeated(nodes: Iterable[Any]) -> str:
-    """Return why code that reaches these objects cannot be repeated without a trace; empty if no reason is seen."""
+def why_not_repeated(nodes: Iterable[Any], who: str = "the step") -> str:
+    """Return why code that reaches these objects cannot be repeated without a trace; empty if no reason is seen.
+
+    Args:
+        nodes: the objects.
+        who: the code, as the subject of the clause.
+    """
     for node in nodes:
         kind = type(node)
         if issubclass(kind, io.IOBase) and not node.closed and node.writable():
-            return f"the step reaches a file that is open for writing, {getattr(node, 'name', kind.__name__)!r}"
+            return f"{who} reaches a file that is open for writing, {getattr(node, 'name', kind.__name__)!r}"
         if issubclass(kind, _CHANNELS):
-            return f"the step reaches a {kind.__module__}.{kind.__name__}, which a repetition could not restore"
-        if kind.__module__ in ("builtins", "itertools") and _is_unfinished_iterator(node):
-            return f"the step reaches a {kind.__name__}, whose position a repetition could not restore"
+            return f"{who} reaches a {kind.__module__}.{kind.__name__}, which a repetition could not restore"
+        is_moving = not has_position(node) if isinstance(node, io.IOBase) else _is_unfinished_iterator(node)
+        if is_moving:
+            return f"{who} reaches a {kind.__name__}, whose position a repetition could not restore"
     return ""
 
 
 def _is_unfinished_iterator(node: Any) -> bool:
     if not isinstance(node, collections.abc.Iterator) or getattr(node, "gi_frame", node) is None:
+        return False
+    if hasattr(node, "__dict__"):  # of a class in Python, whose attributes are restored
         return False
     left: Callable[[], int] | None = getattr(node, "__length_hint__", None)
     return left is None or left() > 0
@@ -136,7 +146,7 @@ class Containment:
         def checked(*args: Any, **kwargs: Any) -> Any:
             written = target(*args, **kwargs)
             if written is not None and self.holds() and _is_called_by_step():
-                self.error = Unrepeatable(f"the step writes to {written!r}, which a repetition could not restore")
+                self.error = Unrepeatable(f"the script writes to {written!r}, which a repetition could not restore")
                 raise self.error
             return function(*args, **kwargs)
 

@@ -10,6 +10,8 @@ import array
 import collections
 import copy
 import ctypes
+import io
+import mmap
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,6 +154,36 @@ class _Buffer(Part):
             memoryview(self._held).cast("B")[:] = self._saved
 
 
+class _Position(Part):
+    """Position in an open file or a memory map, which reading moves."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._saved = file, file.tell()
+
+    def changed(self) -> str:
+        try:
+            is_same = self._file.closed or self._file.tell() == self._saved
+        except OSError:  # of a text file that is being iterated
+            is_same = False
+        return "" if is_same else f"the position of a {type(self._file).__name__}"
+
+    def restore(self) -> None:
+        if self.changed():
+            self._file.seek(self._saved)
+
+
+def has_position(file: Any) -> bool:
+    """Return True if a file is closed, or has a position that can be restored. Compressed files and sockets do not."""
+    inner = file
+    try:
+        while (below := getattr(inner, "buffer", None) or getattr(inner, "raw", None)) is not None:
+            inner = below
+        is_known = type(inner) in (io.FileIO, io.BytesIO, io.StringIO, mmap.mmap)
+        return file.closed or (is_known and file.tell() >= 0)
+    except (OSError, ValueError):  # of a pipe, or of a text file that is being iterated
+        return False
+
+
 class _LazyClass(Part):
     """Class of a lazy module, which changes in its first forward."""
 
@@ -180,6 +212,9 @@ def parts_of(node: Any, most_bytes: int) -> Iterator[Part]:
     if isinstance(node, np.ndarray):
         if node.nbytes <= most_bytes and node.flags.writeable:
             yield _Array(node)
+    elif isinstance(node, (io.IOBase, mmap.mmap)):
+        if has_position(node) and not node.closed:
+            yield _Position(node)
     elif isinstance(node, _BUFFERS):
         if memoryview(node).nbytes <= most_bytes:  # type: ignore[arg-type]
             yield _Buffer(node)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import random
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from flatout.core.contents import named_values
+from flatout.core.contents import functions_of, named_values
 from flatout.core.random_state import RandomState
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import TORCHS_SAMPLERS, original_of
 
 _READY: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
 """Types of iterators over elements that are ready when the epoch begins."""
-_FIXED = (int, float, complex, str, bytes, type(None), torch.Generator, np.random.Generator, types.ModuleType)
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_FIXED = (int, float, complex, str, bytes, type(None), types.ModuleType, *_GENERATORS)
 
 
 def why_not_ahead(loader: Any) -> str:
@@ -26,6 +31,9 @@ def why_not_ahead(loader: Any) -> str:
     Only a sampler of the user can depend on it. Its ``__iter__`` must return an iterator over ready elements, or be a
     generator function that reads only numbers, strings and random generators. All other values that its code names may
     change between two batches: attributes, globals, values of closures, and attributes of the dataset.
+
+    An epoch that the training ends early must leave the sampler where it was without reading ahead. So a sampler must
+    not write an attribute, or draw from a generator that it holds, between two batches.
     """
     if type(loader).__module__.startswith("flatout.data."):
         loader = getattr(loader, "loader", loader)
@@ -38,6 +46,12 @@ def why_not_ahead(loader: Any) -> str:
 
 def _reason(order: Any, dataset: Any) -> str:
     kind = type(order)
+    if (
+        kind is RandomSampler
+        and order.generator is not None
+        and (order.replacement or order.num_samples > len(order.data_source))
+    ):
+        return _moves("RandomSampler", "generator")
     if kind in (*TORCHS_SAMPLERS, list, tuple, range):
         return ""
     if kind is BatchSampler:
@@ -60,7 +74,27 @@ def _reason(order: Any, dataset: Any) -> str:
             continue
         if not isinstance(value, (Sampler, range)) or _reason(value, dataset):
             return f"a {kind.__name__} reads {name} when it draws a batch"
-    return ""
+    generators = {name for name, value in getattr(order, "__dict__", {}).items() if isinstance(value, _GENERATORS)}
+    moved = next(_moved_between_batches(kind, generators), "")
+    return moved and _moves(kind.__name__, moved)
+
+
+def _moves(kind: str, name: str) -> str:
+    return f"a {kind} changes its {name!r} when it draws a batch, and the training may end an epoch early"
+
+
+def _moved_between_batches(kind: type, generators: set[str]) -> Iterator[str]:
+    """Yield the attributes that ``__iter__`` writes, and the generators that it uses, after its first batch."""
+    for function in functions_of(kind):
+        code = list(dis.get_instructions(function))
+        later = 0  # offset of the first instruction that may run between two batches
+        if function.__name__ == "__iter__":
+            jumps = [each.argval for each in code if each.opcode in _JUMPS and each.argval <= each.offset]
+            later = min([each.offset for each in code if each.opname == "YIELD_VALUE"] + jumps, default=0)
+        for each in code:
+            is_used = each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in generators
+            if each.offset >= later and (is_used or each.opname == "STORE_ATTR"):
+                yield each.argval
 
 
 def _is_ready(order: Any) -> bool:

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,10 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.batches import cloned, tensors_of
+from flatout.core.effects import why_not_repeated
 from flatout.core.random_state import RandomState
+from flatout.core.reachable import reachable
+from flatout.core.snapshot import Snapshot
 from flatout.data.loader_class import base_of, is_plain, share_iterators, why_not_plain, with_base
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -80,13 +84,28 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
         )
 
 
+@contextmanager
+def reading_again(loader: Any) -> Iterator[None]:
+    """Restore generators and Python state of a loader, its samplers and its dataset after the block.
+
+    Raises:
+        Unrepeatable: the loader's code is about to write a file, or to reach another process.
+    """
+    snapshot = Snapshot.capture([], loader=loader)
+    try:
+        with snapshot.guarded():
+            yield
+    finally:
+        snapshot.restore()
+
+
 def is_rewindable(loader: Any) -> bool:
     """Return True if another iteration of ``loader`` loses no sample.
 
     True for a ``DataLoader`` over a map-style dataset with torch's own samplers, and for a list or tuple of batches.
     Also true for subclasses and wrappers with such a ``base_of``, and for flatout's loaders over one of these. A
     sampler of another class is accepted if its ``__iter__`` is a generator function and its attributes are numbers or
-    accepted samplers. False if this is unknown.
+    accepted samplers. False if this is unknown, and if ``why_not_read`` has a reason.
     """
     if type(loader) in (list, tuple):
         return True
@@ -97,7 +116,22 @@ def is_rewindable(loader: Any) -> bool:
     base = unsliced(getattr(base, SEEDED_FROM, base))
     if isinstance(base.dataset, (IterableDataset, MapDataPipe)):
         return False
-    return _starts_over(base.sampler if base.batch_sampler is None else base.batch_sampler, base.dataset)
+    if not _starts_over(base.sampler if base.batch_sampler is None else base.batch_sampler, base.dataset):
+        return False
+    return not why_not_read(base)
+
+
+def why_not_read(loader: Any) -> str:
+    """Return why batches that are read out of turn would leave a trace, as a clause. Empty if no reason is seen.
+
+    Dataset, sampler and ``collate_fn`` must reach no object that reading changes, and that cannot be put back. Such
+    objects are iterators, threads, queues, databases and files that are open for writing.
+    """
+    base = base_of(loader)
+    if base is None:
+        return ""
+    parts = [base.dataset, base.sampler, base.batch_sampler, base.collate_fn]
+    return why_not_repeated(reachable(parts, with_loops=False), "reading samples")
 
 
 def _starts_over(order: Any, dataset: Any) -> bool:
@@ -315,17 +349,17 @@ def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0
     """Return the evidence that samples are random; ``None`` if there is none.
 
     Some samples, spread over the dataset, are made and collated on this thread. If this moves no generator, the same
-    samples are made and collated again, and compared. All generators that are found are restored.
+    samples are made and collated again, and compared.
 
     Args:
-        loader: a loader over a map-style dataset. Exceptions of its code are raised.
+        loader: a loader over a map-style dataset. Exceptions of its code are raised. ``reading_again`` restores it.
         samples: largest number of samples to make.
         seconds: time limit, which may reduce the number of samples.
     """
     dataset: Any = loader.dataset
     last, deadline = len(dataset) - 1, time.perf_counter() + seconds / 2
     state = RandomState.capture([dataset, loader.collate_fn])
-    with state.restored():
+    with reading_again(loader):
         looked_at: list[int] = []
         made: list[Any] = []
         for index in sorted({round(i * last / max(1, samples - 1)) for i in range(samples)}):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from flatout.core.effects import Unrepeatable
 from flatout.data.in_memory_loader import why_not_in_memory
 from flatout.guards.base import Guard
+from flatout.guards.samples_portable import counts
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
 class SamplesFixed(Guard):
-    """Samples do not change.
+    """Samples do not change, and making one changes nothing.
 
     The experiment makes some samples twice. Later changes are seen by the loader in memory (``data/watch.py``). Tensors
     that are gathered in place need no experiment.
@@ -27,6 +29,10 @@ class SamplesFixed(Guard):
             return ""
         try:
             random = job.data.randomness
+        except Unrepeatable as reason:
+            return str(reason)
         except Exception:  # of a dataset that only worker processes can read
             return ""
-        return random.reason if random is not None and not random.is_drawn else ""
+        if random is not None and not random.is_drawn:
+            return random.reason
+        return counts(job.data.loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import queue
 import socket
@@ -15,9 +16,9 @@ from torch.utils.data import DataLoader
 from flatout.core import formatting
 from flatout.core.batches import cloned, tensors_of
 from flatout.core.contents import Contents, is_closed_module, nodes_in
-from flatout.core.random_state import RandomState
+from flatout.core.effects import Unrepeatable
 from flatout.data.loader_class import base_of
-from flatout.data.loaders import same_bits
+from flatout.data.loaders import reading_again, same_bits
 from flatout.data.remote import InWorker
 from flatout.guards.base import Guard
 
@@ -26,28 +27,31 @@ if TYPE_CHECKING:
 
 SAMPLES, SECONDS = 16, 10
 """Number of samples that two processes make for a comparison, and seconds to wait for one of them."""
+_COUNTERS = (int, float, list, dict, set, collections.deque)
+"""Types of values that may count samples. A cache does not change when a sample is made again."""
 
 
 class SamplesPortable(Guard):
     """Samples can be made in other processes.
 
     The dataset must reach no file that is open for writing, socket, database, queue, thread, iterator, CUDA tensor, or
-    lock that is held. A number that changes whenever a sample is made would count in each process separately. The
-    experiment ``differs`` also lets two processes make some samples, and compares them.
+    lock that is held. Making a sample must write no file, because two processes would write it at the same time. A
+    number that changes whenever a sample is made would count in each process separately. The experiment
+    ``differs`` also lets two processes make some samples, and compares them.
     """
 
     name: ClassVar[str] = "samples_portable"
     statement: ClassVar[str] = "samples can be made in other processes"
 
     def contradiction(self, job: Job) -> str:
-        """Return the object that a process cannot share, or the number that making a sample changes."""
+        """Return the object that a process cannot share, or the number or file that making a sample changes."""
         base = base_of(job.data.loader)
         if base is None or not hasattr(base.dataset, "__getitem__"):
             return ""
         for node, label in nodes_in(base.dataset, base.collate_fn, with_locks=True):
             if why := _why_not_shared(node):
                 return f"{label} is {why}"
-        return "" if base.num_workers else _counts(base)
+        return counts(base)
 
     @staticmethod
     def differs(loader: DataLoader[Any]) -> str:
@@ -69,7 +73,7 @@ class SamplesPortable(Guard):
             timeout=SECONDS,
             multiprocessing_context=loader.multiprocessing_context,
         )
-        with RandomState.capture(dataset).restored():
+        with reading_again(loader):
             try:
                 made = [cloned(sample) for sample in others]
             except Exception as error:  # of the dataset, or of a worker that has died
@@ -104,17 +108,24 @@ def _why_not_shared(node: Any) -> str:
     return ""
 
 
-def _counts(loader: DataLoader[Any]) -> str:
-    """Return the number that changes when samples are made."""
-    dataset: Any = loader.dataset
-    with RandomState.capture(dataset).restored():
+def counts(loader: Any) -> str:
+    """Return the number or container that changes when samples are made, or the file that is written.
+
+    Empty if nothing does, and for a loader with worker processes, which count for themselves.
+    """
+    dataset = loader.dataset
+    if loader.num_workers:
+        return ""
+    with reading_again(loader):
         try:
             dataset[0]  # may open a file
             contents = Contents(dataset)
             dataset[0]
+        except Unrepeatable as reason:
+            return str(reason)
         except Exception:  # of a dataset that only worker processes can read
             return ""
         for text, before, now in contents.differences():
-            if isinstance(before, (int, float)) and isinstance(now, (int, float)):
+            if isinstance(before, _COUNTERS) and isinstance(now, _COUNTERS):
                 return f"{text} after a sample was made"
     return ""

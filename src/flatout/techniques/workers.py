@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.core.breaks import Breaks
+from flatout.core.effects import Unrepeatable
 from flatout.core.machine import own_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
@@ -106,6 +107,8 @@ class Workers(SparingTechnique):
             raise NotApplicable("what the loader's worker_init_fn does may depend on the number of workers")
         try:
             random = job.data.randomness
+        except Unrepeatable as reason:
+            raise NotApplicable(str(reason)) from reason
         except Exception as error:
             raise NotApplicable(f"this process cannot load a sample itself: {type(error).__name__}") from error
         if random is not None and not random.is_drawn:

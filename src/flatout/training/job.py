@@ -9,8 +9,9 @@ from typing import Any
 
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.breaks import Breaks
+from flatout.core.effects import Unrepeatable
 from flatout.data.loader_class import base_of
-from flatout.data.loaders import Randomness, randomness_of
+from flatout.data.loaders import Randomness, randomness_of, why_not_read
 from flatout.data.seeding import is_seeded
 from flatout.mfu.signatures import CountedWork
 from flatout.training.objective import Objective
@@ -28,12 +29,17 @@ class JobData:
         source: the iterable of the training, which is ``loader``, or a faster loader of the same batches.
         expected_steps: expected number of batches of ``loader`` in the whole training.
         batches: batches for trials, on the device. Empty after the trials.
+        why_not_read: why samples must not be read out of turn; empty if they may be.
     """
 
     loader: Iterable[Any]
     source: Iterable[Any]
     expected_steps: int = 0
     batches: Sequence[Any] = ()
+    why_not_read: str = ""
+
+    def __post_init__(self) -> None:
+        self.why_not_read = self.why_not_read or why_not_read(self.loader)
 
     @property
     def varies(self) -> bool:
@@ -47,8 +53,11 @@ class JobData:
         The value is None, too, if each sample has its own seed.
 
         Raises:
+            Unrepeatable: samples must not be read out of turn.
             Exception: an error of the dataset, which may be able to load samples in worker processes only.
         """
+        if self.why_not_read:
+            raise Unrepeatable(self.why_not_read)
         base = base_of(self.loader)
         return None if base is None or is_seeded(base) else randomness_of(base)
 

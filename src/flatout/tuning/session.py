@@ -21,6 +21,7 @@ from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
+from flatout.data.feedback import why_not_ahead
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
@@ -75,6 +76,8 @@ class Session:
         choices: techniques that are forbidden or forced.
         parallel: part of this process in a training on several devices.
         why_untried: why steps cannot be tried; empty if they can. Then nothing is measured, and no step runs.
+        why_not_read: why an earlier session could not read samples out of turn; empty if it could.
+        unread: batches that an earlier session has read for the training, or None.
 
     Attributes:
         loader: the user's loader, with a seed for each sample if requested. On several ranks, it yields slices.
@@ -97,10 +100,19 @@ class Session:
     """
 
     def __init__(
-        self, request: Request, choices: Choices, parallel: Parallel = TRAINS_ALONE, why_untried: str = ""
+        self,
+        request: Request,
+        choices: Choices,
+        parallel: Parallel = TRAINS_ALONE,
+        *,
+        why_untried: str = "",
+        why_not_read: str = "",
+        unread: ReplayBuffer | None = None,
     ) -> None:
         self.request = request
         self.choices = choices
+        self._parallel = parallel
+        self._unread = unread
         check_same(parallel.ranks, request, choices)
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
@@ -135,7 +147,7 @@ class Session:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
         own_steps = request.expected_steps or self._default_steps()
         self.expected_steps = int(spec.ranks.largest([own_steps])[0])
-        self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps))
+        self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps, why_not_read=why_not_read))
         self.job.objective.why_untried = why_untried
         self.ledger = Ledger()
         self.progress = Progress()
@@ -145,6 +157,7 @@ class Session:
         self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
         self.retried: frozenset[str] = frozenset()
+        self._rewindable, self._fails_to_read = True, False
         self._undo: list[Callable[[], object]] = []
         self._guard = contextlib.ExitStack()
 
@@ -179,11 +192,13 @@ class Session:
             self._apply_rules(after_first_step=False)
         job.stepper.waits_for_all = True
         self._guard.callback(setattr, job.stepper, "waits_for_all", False)
-        snapshot = self._capture()
         ranks = spec.ranks
+        self._rewindable = ranks.all_hold(not job.data.why_not_read and is_rewindable(self.loader))
+        if not self._rewindable:
+            self._read_ahead()
+        snapshot = self._capture()
         budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget, ranks)
-        rewindable = ranks.all_hold(is_rewindable(self.loader))
-        self.bench = Bench(job, snapshot, budget, rewindable, self.ledger, self.progress)
+        self.bench = Bench(job, snapshot, budget, self._rewindable, self.ledger, self.progress)
         self._undo.append(self._restore_training)
         with self.stage("taking batches"):
             self.taken = self._take_batches()
@@ -230,10 +245,41 @@ class Session:
         spec = self.job.spec
         # Recorded calls hold the script's own objects where these cannot be copied.
         code = [*spec.code, self.loader] if spec.is_recorded and isinstance(self.loader, list) else spec.code
-        state = Snapshot.capture(spec.modules, spec.optimizer, self.loader, code, also=[LoaderPosition(self.loader)])
+        if self.job.objective.why_untried:  # no step runs, so nothing is put back that threads may use meanwhile
+            code = []
+        # Batches of a loader that cannot be rewound are read once, for the training.
+        loader = self.loader if self._rewindable else None
+        state = Snapshot.capture(spec.modules, spec.optimizer, loader, code, also=[LoaderPosition(loader)])
         if not self.job.objective.why_untried:
             self._guard.enter_context(state.guarded())
         return state
+
+    def after(self, why: str) -> Session:
+        """Return a new session, which does not repeat what this session could not repeat without a trace.
+
+        Args:
+            why: the reason of ``Unrepeatable``.
+        """
+        if self._fails_to_read:
+            return Session(self.request, self.choices, self._parallel, why_not_read=why)
+        data = self.job.data
+        return Session(
+            self.request,
+            self.choices,
+            self._parallel,
+            why_untried=why,
+            why_not_read=data.why_not_read,
+            unread=data.source if isinstance(data.source, ReplayBuffer) else None,
+        )
+
+    def _read_ahead(self) -> None:
+        """Read the first batches of a loader that cannot be rewound. The training gets these batches from a buffer.
+
+        Only one batch is read if later ones may depend on the training, or on how many were read before.
+        """
+        data = self.job.data
+        count = 1 if data.why_not_read or why_not_ahead(self.loader) else TRIAL_BATCHES
+        data.source = ReplayBuffer(self.loader, count) if self._unread is None else self._unread
 
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -348,16 +394,17 @@ class Session:
     def _take_batches(self) -> list[Any]:
         """Return the first batches, equally many on all ranks.
 
-        If the loader cannot be rewound, the training gets these batches again from a buffer.
-
         Raises:
             ValueError: the loader yields no batch, no tensor, or an empty batch.
+            Unrepeatable: samples cannot be read out of turn.
         """
-        if self.bench.rewindable:
-            taken = first_batches(self.loader, TRIAL_BATCHES, TRIAL_BATCH_SECONDS)
-        else:
-            self.job.data.source = source = ReplayBuffer(self.loader, TRIAL_BATCHES)
+        source = self.job.data.source
+        if isinstance(source, ReplayBuffer):
             taken = source.read
+        else:
+            self._fails_to_read = True
+            taken = first_batches(self.loader, TRIAL_BATCHES, TRIAL_BATCH_SECONDS)
+            self._fails_to_read = False
         taken = taken[: int(self.job.spec.ranks.smallest([len(taken)])[0])]
         if not taken:
             raise ValueError("the loader is empty: it yielded no batch")
