@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
 
 from flatout.data import Prefetcher
 from flatout.data.feedback import why_not_ahead
@@ -271,3 +272,24 @@ def test_an_order_that_may_depend_on_the_training_is_not(name):
     data = Graded()
     assert why_not_ahead(DataLoader(data, 2, sampler=FEEDBACK[name](data))) != ""
     assert why_not_ahead(Prefetcher(DataLoader(data, 2, sampler=FEEDBACK[name](data)), "cpu")) != ""
+
+
+class Relabeling(Sampler[int]):
+    """Sampler that changes labels in place when an epoch begins."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __iter__(self) -> Iterator[int]:
+        self.labels += 1
+        return iter(range(len(self.labels)))
+
+
+def test_the_search_leaves_what_a_sampler_reaches() -> None:
+    labels = torch.zeros(4, dtype=torch.long)
+    loader = DataLoader(TensorDataset(labels), 2, sampler=Relabeling(labels))
+    assert why_not_ahead(loader) == ""
+    assert labels.tolist() == [0, 0, 0, 0]

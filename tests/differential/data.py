@@ -7,6 +7,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,77 @@ class Samples(Dataset[Any]):
         return x, y
 
 
+class Counting(Samples):
+    """Dataset that counts its reads."""
+
+    reads = 0
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+class Noisy(Samples):
+    """Dataset that takes its noise from an iterator."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.noise = iter(torch.rand(10_000, generator=torch.Generator().manual_seed(4)).tolist())
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        x, y = super().__getitem__(i)
+        noise = next(self.noise)
+        return (x + noise if x.is_floating_point() else x), y
+
+
+class FromFile(Samples):
+    """Dataset that seeks in an open file for the labels."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.file = Path(__file__).open("rb")  # noqa: SIM115
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        x, _ = super().__getitem__(i)
+        self.file.seek(i)
+        return x, self.file.read(1)[0] % CLASSES
+
+
+class Changing(Dataset[Any]):
+    """Dataset whose labels change in place and whose samples get another scale, epoch by epoch. It also grows."""
+
+    def __init__(self, kind: str) -> None:
+        made = [sample(kind, i) for i in range(SAMPLES)]
+        self.x, self.y = [x for x, _ in made], torch.tensor([y for _, y in made])
+        self.scale = 1.0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        x = self.x[i]
+        return (x * self.scale if x.is_floating_point() else x), int(self.y[i % SAMPLES])
+
+    def advance(self) -> None:
+        self.y.add_(1).remainder_(CLASSES)
+        self.scale *= 0.9
+        self.x.append(self.x[len(self.x) - SAMPLES])
+
+
+class Advancing(Sampler[int]):
+    """Sampler that changes the dataset when an epoch begins."""
+
+    def __init__(self, data: Changing) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        self.data.advance()
+        return iter(range(len(self.data)))
+
+
 class Stream(IterableDataset[Any]):
     """Stream that can be iterated repeatedly, without a sign of this. Each sample draws from torch's generator."""
 
@@ -266,6 +338,11 @@ def _loads(data: Callable[[str], Any], size: int = BATCH, **arguments: Callable[
     return load
 
 
+def _changing(kind: str, batch: str) -> Any:
+    data = Changing(kind)
+    return DataLoader(data, BATCH, sampler=Advancing(data), collate_fn=Collate(batch))
+
+
 def _half(kind: str) -> Any:
     return ConcatDataset([Subset(Samples(kind), range(9)), Subset(Samples(kind), range(9))])
 
@@ -298,6 +375,10 @@ LOADERS: dict[str, Callable[[str, str], Any]] = {
     "list of index lists": _loads(_tensors, batch_sampler=lambda: [[0, 1, 2], [3], [4, 5, 6, 7]]),
     **{f"draws from {what}": _loads(partial(Samples, draws=what), shuffle=_true) for what in ("torch", "numpy")},
     **{f"draws from {what}": _loads(partial(Samples, draws=what), shuffle=_true) for what in ("python", "own")},
+    "counts reads": _loads(Counting, shuffle=_true),
+    "noise of an iterator": _loads(Noisy, shuffle=_true),
+    "seeks in a file": _loads(FromFile, shuffle=_true),
+    "changes": _changing,
     "stream": _loads(Stream),
     "sized stream": _loads(SizedStream, generator=_own),
     "subclass": lambda kind, batch: Scaling(_tensors(kind), BATCH, shuffle=True),
@@ -324,7 +405,7 @@ WITH_WORKERS = tuple(name for name in LOADERS if name.endswith("worker"))
 ONE_SHOT = ("iterator",)
 NOT_REWINDABLE = (
     *("own sampler", "own batch sampler", "stream", "sized stream", "stream, a persistent worker"),
-    *("subclass", "refilling", "unsized", "iterator"),
+    *("subclass", "refilling", "unsized", "iterator", "noise of an iterator", "changes"),
 )
 OF_ONE = ("batches of one", "list of index lists")
 """Loaders with a batch of a single sample, for which BatchNorm has no variance."""

@@ -18,8 +18,18 @@ FORMS = ("step", "step", "step", "fit", "checkpoint", "own loop", "inference")
 """Owners of the loop. "checkpoint" is a ``run.step`` loop that is saved after an epoch and resumed by a new run."""
 
 LOSSES_LEFT_OUT = {
-    "checkpoint": ("teacher", "gan"),  # flatout's checkpoints do not hold the loss's other modules
-    "inference": ("gan", "teacher", "random", "pops labels", "in place", "ignoring some"),
+    "checkpoint": ("teacher", "gan", "bank", "list"),  # flatout's checkpoints do not hold the loss's other objects
+    "inference": (
+        "gan",
+        "teacher",
+        "random",
+        "pops labels",
+        "in place",
+        "ignoring some",
+        "host random",
+        "bank",
+        "list",
+    ),
 }
 """Losses left out, by form.
 
@@ -216,6 +226,8 @@ def _quirks(rng: random.Random, model: str, form: str) -> tuple[str, ...]:
         chosen -= {"orthogonal", "spectral norm"}  # torch has no 16-bit kernels for these
     if model in SPARSE:
         chosen -= {"frozen", "hooks"}
+    if form == "checkpoint":
+        chosen.discard("noted calls")  # flatout's checkpoints do not hold notes
     if form == "inference":
         chosen.add("eval mode")
     return tuple(name for name in QUIRKS if name in chosen)

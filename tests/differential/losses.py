@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -125,6 +127,61 @@ def _random(unpack: Unpack) -> Loss:
     return Loss({"compute_loss": compute_loss}, (generator,))
 
 
+def _host_random(unpack: Unpack) -> Loss:
+    """Draw from Python's and NumPy's generators, as layer drop and mixup do."""
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        return cross_entropy(model(x), y) * (random.random() + np.random.rand())
+
+    return Loss({"compute_loss": compute_loss})
+
+
+def _bank(unpack: Unpack) -> Loss:
+    """Compare with earlier outputs, in a plain tensor and at a position of the closure."""
+    bank, position = torch.zeros(6, CLASSES), 0
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal position
+        x, y = unpack(batch)
+        output = model(x).float()
+        loss = cross_entropy(output[:, :CLASSES] - 0.1 * bank.mean(0), y)
+        bank[position % len(bank)] = output.detach()[:, :CLASSES].mean(0)
+        position += 1
+        return loss
+
+    return Loss({"compute_loss": compute_loss}, (compute_loss,))
+
+
+def _list(unpack: Unpack) -> Loss:
+    """Keep the losses of a step with their graphs, print, and count the calls in a function's attribute."""
+    kept: list[Tensor] = []
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        kept.clear()
+        output = model(x)
+        kept.append(cross_entropy(output, y))
+        kept.append(0.01 * output.float().square().mean())
+        compute_loss.calls += 1  # type: ignore[attr-defined]
+        print("call", compute_loss.calls)  # type: ignore[attr-defined]
+        return torch.stack(kept).sum()
+
+    compute_loss.calls = 0  # type: ignore[attr-defined]
+    return Loss({"compute_loss": compute_loss}, (compute_loss,))
+
+
+def _contrastive(unpack: Unpack) -> Loss:
+    """Compare each sample with all others of its batch."""
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = unpack(batch)
+        output = functional.normalize(model(x).float(), dim=1)
+        return cross_entropy(output, y) + 0.1 * torch.logsumexp(output @ output.T, 1).mean()
+
+    return Loss({"compute_loss": compute_loss})
+
+
 def _of_the_model(unpack: Unpack) -> Loss:
     return Loss({})
 
@@ -148,6 +205,10 @@ LOSSES: dict[str, tuple[Callable[[Unpack], Loss], str]] = {
     "pops labels": (_pops, "mappings"),
     "in place": (_in_place, "any"),
     "random": (_random, "any"),
+    "host random": (_host_random, "any"),
+    "bank": (_bank, "any"),
+    "list": (_list, "any"),
+    "contrastive": (_contrastive, "any"),
     "of the model": (_of_the_model, "keywords"),
     "ignoring some": (_ignoring, "pairs"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -364,6 +365,23 @@ def _hook(model: nn.Module) -> None:
     trained[0].register_post_accumulate_grad_hook(lambda p: None)
 
 
+def _note_calls(model: nn.Module) -> None:
+    """Count the model's calls in an attribute, and note the shapes of outputs in a list."""
+    shapes: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        module.calls += 1  # type: ignore[operator]
+        shapes.append(len(args))
+
+    model.calls = 0  # type: ignore[assignment]
+    model.register_forward_hook(note)
+
+
+def _drop_layers(model: nn.Module) -> None:
+    """Halve outputs of the last layer at random, by Python's generator."""
+    _last_linear(model).register_forward_hook(lambda module, args, output: output * random.choice([0.5, 1.0]))
+
+
 def _set_part_to_eval(model: nn.Module) -> None:
     next(model.children(), model).eval()
 
@@ -383,6 +401,8 @@ QUIRKS: dict[str, Callable[[nn.Module], object]] = {
     "orthogonal": lambda model: parametrizations.orthogonal(_last_linear(model)),
     "frozen": _freeze,
     "hooks": _hook,
+    "noted calls": _note_calls,
+    "dropped layers": _drop_layers,
     "part in eval mode": _set_part_to_eval,
     "eval mode": nn.Module.eval,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import inspect
 import random
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from flatout.core.contents import functions_of, named_values
-from flatout.core.random_state import RandomState
+from flatout.core.snapshot import Snapshot
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import TORCHS_SAMPLERS, original_of
 
 _READY: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
 """Types of iterators over elements that are ready when the epoch begins."""
+_known: weakref.WeakKeyDictionary[Sampler[Any], bool] = weakref.WeakKeyDictionary()
+"""Results of ``_is_ready``, because a search in each epoch would take too long."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FIXED = (int, float, complex, str, bytes, type(None), types.ModuleType, *_GENERATORS)
@@ -98,14 +102,17 @@ def _moved_between_batches(kind: type, generators: set[str]) -> Iterator[str]:
 
 
 def _is_ready(order: Any) -> bool:
-    """Return True if a sampler draws all indices when it is iterated. The sampler does not change."""
-    saved = dict(getattr(order, "__dict__", {}))
-    try:
-        with RandomState.capture(order).restored():
-            return type(iter(order)) in _READY
-    except Exception:  # of the user's code
-        return False
-    finally:
-        if saved:
-            vars(order).clear()
-            vars(order).update(saved)
+    """Return True if a sampler draws all indices when it is iterated. All that the sampler reaches is put back."""
+    with contextlib.suppress(KeyError, TypeError):  # new, or without a hash
+        return _known[order]
+    ready = False
+    with contextlib.suppress(Exception):  # of the user's code, or because it cannot be repeated
+        snapshot = Snapshot.capture([], code=[order])
+        with snapshot.guarded():
+            try:
+                ready = type(iter(order)) in _READY
+            finally:
+                snapshot.restore()
+    with contextlib.suppress(TypeError):
+        _known[order] = ready
+    return ready
