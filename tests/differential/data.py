@@ -403,6 +403,8 @@ YIELDS = {"subclass": "tuple", "tensors, default collate": "list", "in memory": 
 """Loaders whose batches have one container only."""
 WITH_WORKERS = tuple(name for name in LOADERS if name.endswith("worker"))
 ONE_SHOT = ("iterator",)
+READ_ONCE = (*ONE_SHOT, "refilling", "changes", "noise of an iterator")
+"""Loaders whose first batches ``optimize`` takes from the training, and whose state is not put back."""
 NOT_REWINDABLE = (
     *("own sampler", "own batch sampler", "stream", "sized stream", "stream, a persistent worker"),
     *("subclass", "refilling", "unsized", "iterator", "noise of an iterator", "changes"),

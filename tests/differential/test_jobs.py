@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # its first import, as in activation checkpointing, adds a filter of warnings
 from torch import nn
 
 from tests.differential.checks import check
