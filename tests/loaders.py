@@ -63,7 +63,7 @@ class Normalizing:
 
 
 class EpochSampler(RandomSampler):
-    """Sampler that counts epochs and seeds each with its number, as accelerate's ``SeedableRandomSampler``."""
+    """Sampler that counts epochs when they begin, and seeds each with its number."""
 
     def __init__(self, samples):
         super().__init__(samples)
@@ -73,8 +73,8 @@ class EpochSampler(RandomSampler):
         if self.generator is None:
             self.generator = torch.Generator()
         self.generator.manual_seed(self.epoch)
-        yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
+        yield from super().__iter__()
 
     def set_epoch(self, epoch):
         self.epoch = epoch

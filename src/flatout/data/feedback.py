@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from flatout.core.contents import functions_of, named_values
 from flatout.core.snapshot import Snapshot
 from flatout.data.loader_class import base_of
-from flatout.data.loaders import TORCHS_SAMPLERS, original_of
+from flatout.data.loaders import TORCHS_SAMPLERS, original_of, unwrapped
 
 _READY: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
 """Types of iterators over elements that are ready when the epoch begins."""
@@ -39,6 +39,7 @@ def why_not_ahead(loader: Any) -> str:
     An epoch that the training ends early must leave the sampler where it was without reading ahead. So a sampler must
     not write an attribute, or draw from a generator that it holds, between two batches.
     """
+    loader = unwrapped(loader)
     if type(loader).__module__.startswith("flatout.data."):
         loader = getattr(loader, "loader", loader)
     base = base_of(loader)
@@ -89,16 +90,21 @@ def _moves(kind: str, name: str) -> str:
 
 def _moved_between_batches(kind: type, generators: set[str]) -> Iterator[str]:
     """Yield the attributes that ``__iter__`` writes, and the generators that it uses, after its first batch."""
-    for function in functions_of(kind):
+    functions = functions_of(kind)
+    called = [function for function in functions if function.__name__ == "__iter__"]
+    for function in called:  # grows
         code = list(dis.get_instructions(function))
-        later = 0  # offset of the first instruction that may run between two batches
         if function.__name__ == "__iter__":
             jumps = [each.argval for each in code if each.opcode in _JUMPS and each.argval <= each.offset]
-            later = min([each.offset for each in code if each.opname == "YIELD_VALUE"] + jumps, default=0)
+            first = min([each.offset for each in code if each.opname == "YIELD_VALUE"] + jumps, default=0)
+            code = [each for each in code if each.offset >= first]  # what may run between two batches
         for each in code:
-            is_used = each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in generators
-            if each.offset >= later and (is_used or each.opname == "STORE_ATTR"):
+            if each.opname == "STORE_ATTR" or (
+                each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval in generators
+            ):
                 yield each.argval
+        names = {each.argval for each in code if isinstance(each.argval, str)}
+        called += [other for other in functions if other.__name__ in names and other not in called]
 
 
 def _is_ready(order: Any) -> bool:

@@ -32,6 +32,7 @@ from flatout.core.effects import why_not_repeated
 from flatout.core.random_state import RandomState
 from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
+from flatout.data.forwarding import Forwarding
 from flatout.data.loader_class import base_of, is_plain, share_iterators, why_not_plain, with_base
 
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -127,7 +128,7 @@ def why_not_read(loader: Any) -> str:
     Dataset, sampler and ``collate_fn`` must reach no object that reading changes, and that cannot be put back. Such
     objects are iterators, threads, queues, databases and files that are open for writing.
     """
-    base = base_of(loader)
+    base = base_of(unwrapped(loader))
     if base is None:
         return ""
     parts = [base.dataset, base.sampler, base.batch_sampler, base.collate_fn]
@@ -186,6 +187,13 @@ def original_of(loader: Any) -> Any:
         if isinstance(loader, DataLoader):
             loader = getattr(loader, made_from, loader)
     return unsliced(loader)
+
+
+def unwrapped(loader: Any) -> Any:
+    """Return the loader inside flatout's wrappers, such as a replay buffer."""
+    while isinstance(loader, Forwarding):
+        loader = loader._wrapped
+    return loader
 
 
 def unsliced(loader: Any) -> Any:
