@@ -31,7 +31,7 @@ from tests.differential import process
 from tests.differential.data import BATCHES, LOADERS, READ_ONCE, RESEEDED, fixed_batches
 from tests.differential.grammar import Failure, Injected, Job
 from tests.differential.losses import LOSSES, WRITING, Loss
-from tests.differential.models import MODELS, QUIRKS, SPARSE, WithLoss
+from tests.differential.models import MODELS, NO_SINGLE_SAMPLE, QUIRKS, SPARSE, WithLoss
 from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS, SIGNS
 from tests.differential.picture import STRUCTURE, VALUES, Bits, Picture
 
@@ -422,13 +422,15 @@ class Tolerance:
         self.counts = job.loader in ("prefetcher", "in memory")
         self.is_exact = not inexact
         self.is_half = "precision" in inexact or "bf16" in job.quirks
+        # BatchNorm turns two samples into 1 and -1. Rounding may exchange these if the samples are close.
+        self.may_flip = self.is_half and job.model in NO_SINGLE_SAMPLE
         self.redraws = "compile" in inexact  # compiled code draws other random numbers
         self.is_loose = self.is_half or self.redraws or (bool(inexact) and job.optimizer in SIGNS)
 
     def losses(self, ours: float, theirs: float) -> bool:
         if self.is_exact:
             return ours == theirs
-        share = 0.15 if self.is_loose else 1e-3
+        share = 0.5 if self.may_flip else 0.15 if self.is_loose else 1e-3
         return abs(ours - theirs) <= share * (1 + abs(theirs))
 
     def means(self, ours: float, theirs: float) -> bool:
