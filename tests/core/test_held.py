@@ -1,4 +1,4 @@
-"""Values of flatout on objects of the user: copies do not have them, and they die with the object."""
+"""Values that flatout keeps on a user's object. Copies lack them, and they are freed with the object."""
 
 import copy
 import gc

@@ -145,5 +145,5 @@ def test_what_installed_code_counts_is_restored(install):
 def test_nothing_of_torch_and_flatout_counts_as_installed():
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters())
     optimizer.step()
-    found = [module_of(each) for each in installed(optimizer) if callable(each)]
-    assert not [module for module in found if module.startswith(("torch.", "flatout."))]
+    packages = {module_of(each).partition(".")[0] for each in installed(optimizer) if callable(each)}
+    assert packages <= {"transformers"}  # which leaves a patch in nn.Module if an earlier test imports it

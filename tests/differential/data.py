@@ -413,3 +413,5 @@ OF_ONE = ("batches of one", "list of index lists")
 """Loaders with a batch of a single sample, for which BatchNorm has no variance."""
 RESEEDED = tuple(name for name in LOADERS if name.startswith("draws from "))
 """Loaders whose samples draw other random numbers in worker processes, or from seeds of ``deterministic=True``."""
+DRAWS = (*RESEEDED, *(name for name in LOADERS if "stream" in name))
+"""Loaders whose samples draw random numbers between two steps."""

@@ -159,8 +159,14 @@ def draw(seed: int) -> Job:
     left_out = {"Lookahead" if form == "checkpoint" else "", "Adafactor" if model == "odd" else ""}
     optimizer = rng.choice([name for name in optimizers if name not in left_out])
     quirks = _quirks(rng, model, form)
+    if form == "own loop" and loss in LOSSES_LEFT_OUT["inference"]:
+        # Without an optimizer, a model in eval mode is one for inference. These losses cannot run there.
+        quirks = tuple(name for name in quirks if name != "eval mode")
     scheduler = rng.choice(["", *SCHEDULERS]) if form != "inference" else ""
     techniques = _techniques(rng, form)
+    if model in NO_SINGLE_SAMPLE and techniques.get("precision") in ("bf16", "fp16"):
+        # BatchNorm turns two samples, as in the last batch, into 1 and -1. Rounding may exchange them.
+        loader = "full batches"
     if model == "scripted" and techniques.get("precision") == "fp16":
         techniques["precision"] = "bf16"  # scripted modules of one type share graphs, with the first autocast dtype
     if model not in SPLITTABLE or loss not in WHOLE_LOSSES or {"hooks", "spectral norm"} & {*quirks}:

@@ -128,7 +128,7 @@ def _random(unpack: Unpack) -> Loss:
 
 
 def _host_random(unpack: Unpack) -> Loss:
-    """Draw from Python's and NumPy's generators, as layer drop and mixup do."""
+    """Draw random numbers from Python and NumPy. Mixup and layer drop do this."""
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         x, y = unpack(batch)

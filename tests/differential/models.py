@@ -378,7 +378,7 @@ def _note_calls(model: nn.Module) -> None:
 
 
 def _drop_layers(model: nn.Module) -> None:
-    """Halve outputs of the last layer at random, by Python's generator."""
+    """Halve the output of the last layer in half of the calls. Python's generator decides."""
     _last_linear(model).register_forward_hook(lambda module, args, output: output * random.choice([0.5, 1.0]))
 
 

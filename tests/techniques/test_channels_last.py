@@ -124,6 +124,22 @@ def test_hooks_of_gradients_run_in_the_same_order(layer):
     assert order[4:] == order[:4]
 
 
+class Standardized(nn.Conv2d):
+    """Convolution with a standardized weight."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight / weight.std(), None)
+
+
+def test_a_convolution_uses_the_weight_that_its_forward_computes():
+    model = nn.Sequential(Standardized(3, 4, 3))
+    image = torch.randn(2, 3, 5, 5)
+    expected = model(image)
+    with forced("channels_last", True, job_of(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))):
+        torch.testing.assert_close(model(image), expected)
+
+
 def test_a_model_that_is_a_convolution():
     model = nn.Conv2d(3, 4, 3)
     image = torch.randn(2, 3, 5, 5)

@@ -76,7 +76,7 @@ class Engine:
         allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
         why_nothing: reason why nothing is tuned. Empty before the first update, and if tuning may begin.
-        why_not_comparable: reason why the recorded updates of an optimizer could not be tuned. Empty without one.
+        why_untuned: reason why the latest optimizer or module without a tuning has none; empty without one.
     """
 
     _latest: ClassVar[Engine | None] = None
@@ -88,7 +88,7 @@ class Engine:
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
-        self.why_nothing = self.why_not_comparable = ""
+        self.why_nothing = self.why_untuned = ""
         self._options = options
         self._say = say
         self._process, self._thread = os.getpid(), 0
@@ -143,7 +143,7 @@ class Engine:
         for optimizer, update in self._recorded.items():
             if optimizer not in self._known:
                 self._known[optimizer] = []
-                self.why_not_comparable = _why_not_comparable(update)
+                self.why_untuned = _why_not_comparable(update)
         self._recorded.clear()
         if self._recorder is not None:
             self._recorder.close()
@@ -308,10 +308,11 @@ class Engine:
 
     def _fail(self, name: str, error: Exception) -> None:
         if isinstance(error, Unrepeatable):
-            self._say(f"{name} is not tuned: {error}")
-            return
-        self._say(f"tuning of {name} failed and is undone: {formatting.first_line(error)}")
-        _log.debug("tuning of %s failed", name, exc_info=error)
+            self.why_untuned = f"{name} is not tuned: {error}"
+        else:
+            self.why_untuned = f"tuning of {name} failed and is undone: {formatting.first_line(error)}"
+            _log.debug("tuning of %s failed", name, exc_info=error)
+        self._say(self.why_untuned)
 
 
 def _is_busy() -> bool:
@@ -335,10 +336,14 @@ def _in_default_modes() -> Iterator[None]:
 
 
 def _why_not_comparable(update: RecordedUpdate | None) -> str:
-    """Return why the updates of an optimizer were not tuned, of which ``update`` is the last."""
+    """Return why an optimizer is not tuned.
+
+    Args:
+        update: its last recorded update, or None without one.
+    """
     if update is None or not update.batches:
-        return "no call of a module in train mode led to the optimizer's step, or its gradients are differentiated too"
-    return f"no two of {MOST_RECORDED} updates in a row called the same modules equally often"
+        return "no module in train mode was called before the optimizer's step, or a gradient was differentiated again"
+    return f"no two successive updates of the first {MOST_RECORDED} called the same modules equally often"
 
 
 def _form(update: RecordedUpdate) -> dict[int, int]:

@@ -220,12 +220,11 @@ def _restored(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Iterator[
         Unrepeatable: the code cannot be repeated without a trace.
     """
     snapshot = Snapshot.capture([module], code=[module, list(batches)])
-    with snapshot.guarded():  # raises first: what cannot be repeated must not be written back either
-        try:
+    try:
+        with snapshot.repeatable():
             yield
-        finally:
-            snapshot.restore()
-            snapshot.restore_versions()
+    finally:
+        snapshot.restore_versions()
     snapshot.check()
 
 

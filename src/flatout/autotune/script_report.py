@@ -71,10 +71,10 @@ class ScriptReport(Shown):
         allowance = engine.allowance
         if allowance is None:
             return cls(modules, 0, 0.0, 0.0, engine.why_nothing)
-        why = "" if modules or engine.tunings else engine.why_not_comparable
-        if engine.tunings and not modules and allowance.budget < math.inf:
-            why = f"{engine.updates:,} updates were too few, or {BUDGET_VARIABLE} is too small"
-        return cls(modules, engine.updates, allowance.trained, allowance.spent, why and f"nothing was tuned: {why}")
+        is_limited = allowance.budget < math.inf
+        why = engine.why_untuned or f"there were too few{f', or {BUDGET_VARIABLE} is too small' if is_limited else ''}"
+        text = "" if modules else f"{_nothing(engine.updates)}: {why}"
+        return cls(modules, engine.updates, allowance.trained, allowance.spent, text)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole report as plain data."""
@@ -105,9 +105,13 @@ class ScriptReport(Shown):
         seconds = self.trained_seconds + self.tuning_seconds
         took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(seconds)}"
         if not self.modules:
-            return f"{formatting.counted(self.updates, 'update')} were too few to tune anything"
+            return _nothing(self.updates)
         lines = [_line(each) for each in self.modules]
         return "\n".join([*lines, took])
+
+
+def _nothing(updates: int) -> str:
+    return f"nothing was tuned in {formatting.counted(updates, 'update')}"
 
 
 def _line(each: ModuleReport) -> str:

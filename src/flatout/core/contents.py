@@ -472,7 +472,7 @@ def named_values(kind: type, method: str) -> tuple[dict[str, Any], frozenset[str
 
 
 def functions_of(kind: type) -> list[types.FunctionType]:
-    """Return the functions of a user's class that its methods for samples use, with these methods."""
+    """Return the methods of a user's class that make samples or indices, and the functions that these methods use."""
     return [f for owner, name, _ in _Code.of(kind).members for f in _functions_of(vars(owner)[name])]
 
 

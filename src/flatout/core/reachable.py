@@ -30,9 +30,11 @@ _WIDTH = 1024  # elements per container: lists of layers are short, lists of fil
 
 _NO_NODES = (str, bytes, int, float, complex, types.ModuleType, np.generic, torch.dtype, torch.device)
 _NOT_LOOKED_INTO = (np.ndarray, types.CodeType, logging.Logger, logging.Handler)
-_MACHINERY: tuple[str, ...] = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed")
-_MACHINERY += ("flatout.distributed", "flatout.autotune", "flatout.core.held")
-"""Modules that compile code, connect ranks, record calls, or hold values of flatout on the user's objects."""
+_MACHINERY = (
+    *("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed"),
+    *("flatout.distributed", "flatout.autotune", "flatout.core.held"),
+)
+"""Modules whose objects are left out, because they compile code, connect ranks, or record calls for flatout."""
 _LOOPS = ("lightning.", "pytorch_lightning.", "lightning_fabric.", "transformers.trainer", "accelerate.")
 """Packages that run the loop around the steps, with its loggers, files and iterators."""
 _OF_MODULE = frozenset(("_parameters", "_buffers", "_modules"))

@@ -115,6 +115,18 @@ class Snapshot:
         with self._containment.on(), self._guard.on():
             yield
 
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Guard the block like ``guarded``, and restore everything after it.
+
+        What must not be repeated is not restored either. For example, a thread may wait for it meanwhile.
+        """
+        with self.guarded():
+            try:
+                yield
+            finally:
+                self.restore()
+
     def check(self) -> None:
         """Raise the error of a forbidden effect again. A trial has caught it as a failure of its candidate."""
         for error in (self._containment.error, self._guard.error):

@@ -23,7 +23,7 @@ from flatout.data.loaders import TORCHS_SAMPLERS, original_of, unwrapped
 _READY: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
 """Types of iterators over elements that are ready when the epoch begins."""
 _known: weakref.WeakKeyDictionary[Sampler[Any], bool] = weakref.WeakKeyDictionary()
-"""Results of ``_is_ready``, because a search in each epoch would take too long."""
+"""Results of ``_is_ready`` by sampler. The prefetcher asks in each epoch, and a search takes milliseconds."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _FIXED = (int, float, complex, str, bytes, type(None), types.ModuleType, *_GENERATORS)
@@ -92,7 +92,7 @@ def _moved_between_batches(kind: type, generators: set[str]) -> Iterator[str]:
     """Yield the attributes that ``__iter__`` writes, and the generators that it uses, after its first batch."""
     functions = functions_of(kind)
     called = [function for function in functions if function.__name__ == "__iter__"]
-    for function in called:  # grows
+    for function in called:  # which the loop extends
         code = list(dis.get_instructions(function))
         if function.__name__ == "__iter__":
             jumps = [each.argval for each in code if each.opcode in _JUMPS and each.argval <= each.offset]
@@ -112,13 +112,9 @@ def _is_ready(order: Any) -> bool:
     with contextlib.suppress(KeyError, TypeError):  # new, or without a hash
         return _known[order]
     ready = False
-    with contextlib.suppress(Exception):  # of the user's code, or because it cannot be repeated
-        snapshot = Snapshot.capture([], code=[order])
-        with snapshot.guarded():
-            try:
-                ready = type(iter(order)) in _READY
-            finally:
-                snapshot.restore()
+    # An error is one of the user's code, or says that this code cannot be repeated.
+    with contextlib.suppress(Exception), Snapshot.capture([], code=[order]).repeatable():
+        ready = type(iter(order)) in _READY
     with contextlib.suppress(TypeError):
         _known[order] = ready
     return ready

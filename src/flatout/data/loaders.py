@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,16 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.batches import cloned, tensors_of
-from flatout.core.effects import why_not_repeated
+from flatout.core.contents import Contents
+from flatout.core.effects import Unrepeatable, why_not_repeated
 from flatout.core.random_state import RandomState
 from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 from flatout.data.forwarding import Forwarding
 from flatout.data.loader_class import base_of, is_plain, share_iterators, why_not_plain, with_base
 
+_COUNTERS = (int, float, list, dict, set, collections.deque)
+"""Types of values that may count samples."""
 TORCHS_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _REWINDABLE_SAMPLERS = (*TORCHS_SAMPLERS, list, tuple, range)
 _STATELESS = (int, float, str, torch.Generator, type(None))
@@ -85,19 +89,13 @@ def check_reiterable(loader: Any, argument: str = "loader") -> None:
         )
 
 
-@contextmanager
-def reading_again(loader: Any) -> Iterator[None]:
+def reading_again(loader: Any) -> AbstractContextManager[None]:
     """Restore generators and Python state of a loader, its samplers and its dataset after the block.
 
     Raises:
         Unrepeatable: the loader's code is about to write a file, or to reach another process.
     """
-    snapshot = Snapshot.capture([], loader=loader)
-    try:
-        with snapshot.guarded():
-            yield
-    finally:
-        snapshot.restore()
+    return Snapshot.capture([], loader=loader).repeatable()
 
 
 def is_rewindable(loader: Any) -> bool:
@@ -388,6 +386,30 @@ def randomness_of(loader: DataLoader, *, samples: int = 16, seconds: float = 1.0
     if len(first) != len(second) or not all(map(same_bits, first, second)):
         return Randomness("a sample was made twice, and differs", is_drawn=False)
     return None
+
+
+def changed_by_reading(loader: DataLoader) -> str:
+    """Return what changes in a dataset when a sample is made again, or the file that is written. Empty without one.
+
+    Only numbers and containers count, because a cache keeps its sample. Empty for a loader with worker processes, too,
+    because these change their own copies of the dataset.
+    """
+    dataset: Any = loader.dataset
+    if loader.num_workers:
+        return ""
+    with reading_again(loader):
+        try:
+            dataset[0]  # may open a file
+            contents = Contents(dataset)
+            dataset[0]
+        except Unrepeatable as reason:
+            return str(reason)
+        except Exception:  # of a dataset that only worker processes can read
+            return ""
+        for text, before, now in contents.differences():
+            if isinstance(before, _COUNTERS) and isinstance(now, _COUNTERS):
+                return f"{text} after a sample was made"
+    return ""
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

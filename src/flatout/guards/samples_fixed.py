@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 from flatout.core.effects import Unrepeatable
 from flatout.data.in_memory_loader import why_not_in_memory
 from flatout.guards.base import Guard
-from flatout.guards.samples_portable import counts
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -35,4 +34,4 @@ class SamplesFixed(Guard):
             return ""
         if random is not None and not random.is_drawn:
             return random.reason
-        return counts(job.data.loader)
+        return job.data.changed_by_reading

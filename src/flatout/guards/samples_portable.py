@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import queue
 import socket
@@ -15,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from flatout.core import formatting
 from flatout.core.batches import cloned, tensors_of
-from flatout.core.contents import Contents, is_closed_module, nodes_in
-from flatout.core.effects import Unrepeatable
+from flatout.core.contents import is_closed_module, nodes_in
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import reading_again, same_bits
 from flatout.data.remote import InWorker
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLES, SECONDS = 16, 10
 """Number of samples that two processes make for a comparison, and seconds to wait for one of them."""
-_COUNTERS = (int, float, list, dict, set, collections.deque)
-"""Types of values that may count samples. A cache does not change when a sample is made again."""
 
 
 class SamplesPortable(Guard):
@@ -51,7 +47,7 @@ class SamplesPortable(Guard):
         for node, label in nodes_in(base.dataset, base.collate_fn, with_locks=True):
             if why := _why_not_shared(node):
                 return f"{label} is {why}"
-        return counts(base)
+        return job.data.changed_by_reading
 
     @staticmethod
     def differs(loader: DataLoader[Any]) -> str:
@@ -105,27 +101,4 @@ def _why_not_shared(node: Any) -> str:
         return f"a {kind.__name__}, which each process would exhaust"
     if hasattr(kind, "locked") and node.locked():
         return "a lock that is held"
-    return ""
-
-
-def counts(loader: Any) -> str:
-    """Return the number or container that changes when samples are made, or the file that is written.
-
-    Empty if nothing does, and for a loader with worker processes, which count for themselves.
-    """
-    dataset = loader.dataset
-    if loader.num_workers:
-        return ""
-    with reading_again(loader):
-        try:
-            dataset[0]  # may open a file
-            contents = Contents(dataset)
-            dataset[0]
-        except Unrepeatable as reason:
-            return str(reason)
-        except Exception:  # of a dataset that only worker processes can read
-            return ""
-        for text, before, now in contents.differences():
-            if isinstance(before, _COUNTERS) and isinstance(now, _COUNTERS):
-                return f"{text} after a sample was made"
     return ""

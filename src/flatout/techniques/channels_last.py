@@ -33,17 +33,17 @@ def _with_own_gradient(tensor: Tensor) -> Tensor:
     return tensor.narrow(0, 0, tensor.size(0))  # its backward makes a new gradient, in less time than two views
 
 
-def _parameters_of(module: Any) -> tuple[Tensor, Tensor | None]:
+def _with_own_gradients(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias. Autograd visits the last made first: hooks of the weight run before those of the bias."""
-    bias = None if module.bias is None else _with_own_gradient(module.bias)
-    return _with_own_gradient(module.weight), bias
+    bias = None if bias is None else _with_own_gradient(bias)
+    return _with_own_gradient(weight), bias
 
 
 def _convolution_class(base: Any) -> type[nn.Module]:
     """Return a class of a convolution that converts its input. Outputs have the format of the input."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made: Tensor = base._conv_forward(self, _channels_last(input), *_parameters_of(self))
+        made: Tensor = base._conv_forward(self, _channels_last(input), *_with_own_gradients(weight, bias))
         return made
 
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def _convolution_class(base: Any) -> type[nn.Module]:
             input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
         )
         settings = self.stride, self.padding, padding, self.groups, self.dilation
-        return conv_transpose2d(_channels_last(input), *_parameters_of(self), *settings)
+        return conv_transpose2d(_channels_last(input), *_with_own_gradients(self.weight, self.bias), *settings)
 
     if issubclass(base, nn.Conv2d):
         return instance_class(base, _conv_forward=_conv_forward)
@@ -61,11 +61,11 @@ def _convolution_class(base: Any) -> type[nn.Module]:
 def _model_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return a class of a model whose outputs and whose gradients of inputs are contiguous, as a script knows them."""
 
-    def given(value: Any) -> Any:
-        return _with_own_gradient(value) if isinstance(value, Tensor) and value.dim() == 4 else value
+    def given(tensor: Tensor) -> Tensor:
+        return _with_own_gradient(tensor) if tensor.dim() == 4 else tensor
 
-    def returned(value: Any) -> Any:
-        return value.contiguous() if isinstance(value, Tensor) and value.dim() == 4 else value
+    def returned(tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if tensor.dim() == 4 else tensor
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple([_mapped(given, arg) for arg in args])
@@ -75,9 +75,9 @@ def _model_class(base: type[nn.Module]) -> type[nn.Module]:
     return instance_class(base, forward=forward)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to all tensors of a value. Most values are one tensor, for which a search takes too long."""
-    return function(value) if isinstance(value, Tensor) else pytree.tree_map(function, value)
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to all tensors of a value. A single tensor, the usual value, needs no search."""
+    return function(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, function, value)
 
 
 class ChannelsLastCandidate(Candidate):

@@ -11,7 +11,7 @@ from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.breaks import Breaks
 from flatout.core.effects import Unrepeatable
 from flatout.data.loader_class import base_of
-from flatout.data.loaders import Randomness, randomness_of, why_not_read
+from flatout.data.loaders import Randomness, changed_by_reading, randomness_of, why_not_read
 from flatout.data.seeding import is_seeded
 from flatout.mfu.signatures import CountedWork
 from flatout.training.objective import Objective
@@ -60,6 +60,12 @@ class JobData:
             raise Unrepeatable(self.why_not_read)
         base = base_of(self.loader)
         return None if base is None or is_seeded(base) else randomness_of(base)
+
+    @cached_property
+    def changed_by_reading(self) -> str:
+        """What making a sample again changes, as a clause. Empty without a change, and if the loader is unknown."""
+        base = base_of(self.loader)
+        return "" if base is None else changed_by_reading(base)
 
 
 @dataclass(frozen=True, eq=False)

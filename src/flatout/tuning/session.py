@@ -255,7 +255,7 @@ class Session:
         return state
 
     def after(self, why: str) -> Session:
-        """Return a new session, which does not repeat what this session could not repeat without a trace.
+        """Return a new session, which leaves out what this session could not undo.
 
         Args:
             why: the reason of ``Unrepeatable``.
