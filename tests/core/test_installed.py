@@ -1,7 +1,9 @@
 """Code that others have installed in torch and in Python runs in steps, and its state is restored."""
 
 import contextlib
+import cProfile
 import functools
+import pstats
 import sys
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from flatout.core.installed import installed
+from flatout.core.installed import installed, without_profilers
 from flatout.core.reachable import module_of
 from flatout.core.snapshot import Snapshot
 
@@ -98,20 +100,6 @@ def packing(calls, optimizer):
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (calls.append(1), tensor)[1], lambda tensor: tensor)
 
 
-@contextlib.contextmanager
-def tracer(calls, optimizer):
-    def note(frame, event, arg):
-        if frame.f_code.co_name == "backward":
-            calls.append(1)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
 INSTALLED = [
     module_hook,
     step_hook,
@@ -124,7 +112,6 @@ INSTALLED = [
     patched_step_of_the_class,
     mode,
     packing,
-    tracer,
 ]
 
 
@@ -147,3 +134,44 @@ def test_nothing_of_torch_and_flatout_counts_as_installed():
     optimizer.step()
     packages = {module_of(each).partition(".")[0] for each in installed(optimizer) if callable(each)}
     assert packages <= {"transformers"}  # which leaves a patch in nn.Module if an earlier test imports it
+
+
+def once():
+    return 1
+
+
+def twice_and_once_aside():
+    once()
+    with without_profilers():
+        once()
+    once()
+
+
+def test_cprofile_does_not_count_a_guarded_block():
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(twice_and_once_aside)
+    counts = {name: calls for (_, _, name), (_, calls, *_) in pstats.Stats(profile).stats.items()}
+    assert (counts["once"], counts["twice_and_once_aside"]) == (2, 1)
+    assert not any("built-in" in name for name in counts)
+
+
+@pytest.mark.parametrize("kind", ["profile", "trace"])
+def test_profilers_and_tracers_do_not_see_a_guarded_block(kind):
+    seen = []
+
+    def note(frame, event, arg):
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    change, get = getattr(sys, f"set{kind}"), getattr(sys, f"get{kind}")
+    before = get()
+    change(note)
+    try:
+        with Snapshot.capture([]).guarded():
+            twice_and_once_aside()
+        mine = get() is note
+        once()
+    finally:
+        change(before)
+    assert mine
+    assert seen.count("once") == 1

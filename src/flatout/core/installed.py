@@ -1,10 +1,11 @@
-"""Code that others have installed in torch and in Python: hooks, modes, tracers and patches.
+"""Code that others have installed in torch and in Python: hooks, modes, patches and profilers.
 
 A step calls this code without a reference to it, so that a search from the step does not find it.
 """
 
 from __future__ import annotations
 
+import _lsprof
 import contextlib
 import sys
 import types
@@ -27,7 +28,7 @@ _OF_STEPS = frozenset(("state", "param_groups", "defaults"))
 
 
 def installed(optimizer: torch.optim.Optimizer | None = None) -> list[Any]:
-    """Return hooks, modes, tracers and patches that a step of the process runs, without those of flatout.
+    """Return hooks, modes and patches that a step of the process runs, without those of flatout.
 
     Args:
         optimizer: the optimizer of the step. Its instance and class may be patched, too.
@@ -36,7 +37,6 @@ def installed(optimizer: torch.optim.Optimizer | None = None) -> list[Any]:
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     packing = torch._C._autograd._top_saved_tensors_default_hooks(False) or ()
     found = [each for each in (*hooks, *modes, *packing) if _package(each) != "flatout"]
-    found += [each for each in (sys.gettrace(), sys.getprofile()) if is_users(module_of(each))]  # not a debugger
     if optimizer is not None:
         kinds = [kind for kind in type(optimizer).__mro__ if is_users(kind.__module__)]
         own = [value for name, value in vars(optimizer).items() if name not in _OF_STEPS]
@@ -52,6 +52,43 @@ def without_modes() -> Iterator[None]:
         for _ in _get_current_function_mode_stack():
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+@contextlib.contextmanager
+def without_profilers() -> Iterator[None]:
+    """Turn off profilers and tracers of the thread's Python code inside the block, so that they do not count its calls.
+
+    cProfile ends the calls that it is measuring. Of a function that is running, the later time is not counted.
+    """
+    profiler, tracer, c_profiler = sys.getprofile(), sys.gettrace(), _c_profiler()
+    if c_profiler is not None:
+        c_profiler.disable()
+    elif profiler is not None:
+        sys.setprofile(None)
+    if tracer is not None:
+        sys.settrace(None)
+    try:
+        yield
+    finally:
+        if tracer is not None:
+            sys.settrace(tracer)
+        if c_profiler is not None:
+            c_profiler.enable()
+        elif profiler is not None:
+            sys.setprofile(profiler)
+
+
+def _c_profiler() -> _lsprof.Profiler | None:
+    """Return the active ``cProfile.Profile`` of the thread, or None."""
+    active: Any = sys.getprofile()
+    if sys.version_info >= (3, 12):
+        tool, event = sys.monitoring.PROFILER_ID, sys.monitoring.events.PY_START
+        if sys.monitoring.get_tool(tool) is None:
+            return None
+        callback = sys.monitoring.register_callback(tool, event, None)  # the only way to read a callback
+        sys.monitoring.register_callback(tool, event, callback)
+        active = getattr(callback, "__self__", None)
+    return active if isinstance(active, _lsprof.Profiler) else None
 
 
 def _hook_tables() -> Iterator[dict[Any, Any]]:

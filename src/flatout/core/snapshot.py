@@ -16,7 +16,7 @@ from torch import nn
 from flatout.core.cleanup import run_all
 from flatout.core.effects import Containment, Unrepeatable
 from flatout.core.foreign import StepGuard, add_data, add_foreign, copied_before_writes
-from flatout.core.installed import installed, without_modes
+from flatout.core.installed import installed, without_modes, without_profilers
 from flatout.core.process_flags import Restorable, saved_flags
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
@@ -105,6 +105,8 @@ class Snapshot:
     def guarded(self) -> Iterator[None]:
         """Forbid effects that this snapshot cannot restore, inside the block. Drop what user code prints and logs.
 
+        Profilers and tracers of Python code are off inside the block.
+
         Raises:
             Unrepeatable: the code cannot be repeated without a trace. The block is not entered.
             RuntimeError: an optimizer that this snapshot does not have is about to step.
@@ -112,7 +114,7 @@ class Snapshot:
         """
         if self.why_not_repeated:
             raise Unrepeatable(self.why_not_repeated)
-        with self._containment.on(), self._guard.on():
+        with without_profilers(), self._containment.on(), self._guard.on():
             yield
 
     @contextmanager
