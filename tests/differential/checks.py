@@ -174,13 +174,15 @@ def train_plainly(world: World, loaders: Iterable[Any]) -> Course:
     held = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     weigh = world.loss.arguments.get("loss_weight", lambda batch: 1) if accumulate > 1 else lambda batch: 1
 
+    closure = [lambda: course.losses[-1]] if isinstance(optimizer, torch.optim.LBFGS) else []
+
     def update(weight: Any) -> None:
         for p in held:
             if p.grad is not None and accumulate > 1:
                 p.grad.mul_(1 / weight)
         if max_norm is not None:
             clip_grad_norm_(held, max_norm)
-        optimizer.step()
+        optimizer.step(*closure)
         if scheduler is not None:
             scheduler.step()
 
