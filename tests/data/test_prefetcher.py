@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import traceback
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from flatout.data import InMemoryLoader, Prefetcher, is_rewindable
 from flatout.data.transfer import NativeCopier
@@ -262,6 +263,50 @@ def test_worker_processes():
     plain = list(make_loader())
     for our, their in zip(CopyingPrefetcher(loader, "cpu"), plain, strict=True):
         assert all(map(torch.equal, our, their))
+
+
+class Gated(Dataset):
+    """Samples of which one waits until the gate opens. This sample is -1 if the gate stays closed for long."""
+
+    def __init__(self, gated: int) -> None:
+        self.gated = gated
+        self.gate = multiprocessing.Event()
+        self.loaded = multiprocessing.Semaphore(0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        opened = index != self.gated or self.gate.wait(20)
+        self.loaded.release()
+        return torch.tensor(index if opened else -1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_batches_that_are_ready_do_not_wait_for_a_slow_worker(depth, workers):
+    """With two workers, batches that follow the slow one arrive before it."""
+    dataset = Gated(4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    iterator = iter(CopyingPrefetcher(loader, "cpu", depth))
+    before = [int(next(iterator)) for _ in range(4)]
+    dataset.gate.set()
+    assert before + [int(batch) for batch in iterator] == list(range(12))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_batches_that_workers_have_loaded_are_copied_ahead(depth):
+    dataset = Gated(8)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=8)
+    iterator = iter(CopyingPrefetcher(loader, "cpu", depth))
+    first, arrived = int(next(iterator)), iterator._epoch._batches._data_queue
+    for _ in range(8):
+        dataset.loaded.acquire()
+    assert eventually(lambda: len(iterator._queue) + arrived.qsize() == 7)
+    assert [first, int(next(iterator))] == [0, 1]
+    assert [int(entry.batch) for entry in iterator._queue] == list(range(2, 2 + depth))
+    dataset.gate.set()
+    assert [int(batch) for batch in iterator] == list(range(2, 12))
 
 
 def test_other_devices():

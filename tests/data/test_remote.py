@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from flatout.data import Prefetcher, WorkerError
 from flatout.data.remote import RemoteTraceback
+from tests.data.harness import CopyingPrefetcher
+
+KINDS = [Prefetcher, CopyingPrefetcher]
 
 
 class Broken(Exception):
@@ -147,8 +150,9 @@ def test_what_cannot_be_sent_comes_as_text():
     assert "Local: mine" in str(error)
 
 
-def test_iteration_goes_on_behind_an_exception():
-    iterator = iter(Prefetcher(DataLoader(Failing(chained), 2, num_workers=2), "cpu"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_iteration_goes_on_behind_an_exception(kind):
+    iterator = iter(kind(DataLoader(Failing(chained), 2, num_workers=2), "cpu"))
     seen: list = []
     for _ in range(6):
         try:
@@ -191,6 +195,15 @@ DEATHS = [
     (leave, r"\bcode 3\b"),
     (leave_quietly, r"\bcode 0\b"),
 ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_is_raised_after_the_batches_that_precede_it(kind):
+    loader = DataLoader(Failing(kill), 1, num_workers=1, prefetch_factor=1)  # the worker dies with nothing left to send
+    seen: list = []
+    with pytest.raises(WorkerError):
+        seen.extend(map(int, kind(loader, "cpu")))
+    assert seen == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -237,10 +250,11 @@ def test_a_new_epoch_after_a_death():
     assert torch.cat(list(prefetcher)).tolist() == list(range(12))
 
 
-def test_persistent_workers_live_on():
+@pytest.mark.parametrize("kind", KINDS)
+def test_persistent_workers_live_on(kind):
     started = Started()
     loader = DataLoader(Failing(lambda _: None), 3, num_workers=1, persistent_workers=True, worker_init_fn=started)
-    prefetcher = Prefetcher(loader, "cpu")
+    prefetcher = kind(loader, "cpu")
     for _ in range(3):
         assert torch.cat(list(prefetcher)).tolist() == list(range(12))
     assert started.times.tolist() == [1, 0]

@@ -20,7 +20,7 @@ from flatout.data.feedback import why_not_ahead
 from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.order import BatchShare
-from flatout.data.remote import WorkerError
+from flatout.data.remote import NotReady, WorkerError
 from flatout.data.source import Epoch
 from flatout.data.source_kinds import source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
@@ -32,7 +32,8 @@ class Prefetcher(Forwarding):
     On a CUDA device a native thread copies host batches into reused pinned memory. From there they are copied to the
     device on a separate stream, while the current step computes. ``iter`` and ``next`` of ``loader`` are called in
     order, up to ``depth`` batches early, on the thread that iterates the prefetcher. So with ``num_workers=0`` the
-    dataset's code runs on the same thread as without a prefetcher. A sampler that may read results of the training is
+    dataset's code runs on the same thread as without a prefetcher. A batch that worker processes of a ``DataLoader``
+    have not loaded yet does not delay the batches that are ready. A sampler that may read results of the training is
     not called early (:func:`flatout.data.feedback.why_not_ahead`). On a CPU device batches are passed on unchanged,
     because :class:`InMemoryLoader` and worker processes already work ahead.
 
@@ -305,7 +306,9 @@ class _Ahead(_PassThrough):
                 if queue[-1].error is not None:
                     return
             try:
-                batch = next(epoch)
+                batch = epoch.next(waits=not queue)
+            except NotReady:
+                return  # a batch that is ready does not wait for a later one
             except StopIteration:
                 self._exhausted = True
                 return

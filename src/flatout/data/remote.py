@@ -10,7 +10,7 @@ import signal
 import stat
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.utils.data._utils.worker
@@ -27,6 +27,10 @@ _HINTS = {
 
 class WorkerError(RuntimeError):
     """Death of a worker process of a ``DataLoader``. The message has the pid, and the signal or exit code."""
+
+
+class NotReady(Exception):
+    """No worker process has loaded the next batch."""
 
 
 class RemoteTraceback(Exception):
@@ -133,12 +137,37 @@ def watch(batches: Any) -> None:
 
 
 class _TryOften:
+    waits = True
+
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
         self._batches = weakref.ref(batches)  # a strong one would keep the workers alive after a break
 
     def __call__(self, timeout: float = _SECONDS_BETWEEN_LOOKS) -> tuple[bool, Any]:
         batches: Any = self._batches()
+        if not self.waits and batches._data_queue.empty():
+            raise NotReady
         return type(batches)._try_get_data(batches, timeout)
+
+
+def next_of(batches: Iterator[Any], *, waits: bool) -> Any:
+    """Return the next batch of an iterator.
+
+    Args:
+        batches: the iterator.
+        waits: False to ask the workers of a ``DataLoader`` (:func:`watch`) only for a batch that they have loaded. Any
+            other iterator cannot tell, and is asked in any case.
+
+    Raises:
+        NotReady: the workers have not loaded the batch. The iterator can be asked again.
+    """
+    attempt = getattr(batches, "_try_get_data", None)
+    if waits or not isinstance(attempt, _TryOften):
+        return next(batches)
+    attempt.waits = False
+    try:
+        return next(batches)
+    finally:
+        attempt.waits = True
 
 
 def death_of_a_worker(batches: Any, error: Exception) -> str | None:

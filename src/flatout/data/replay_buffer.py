@@ -61,7 +61,7 @@ class ReplayBuffer(CopiedAsWrapped, Source):
     def open(self, pinned_for: int | None = None) -> Epoch:
         if self._rest is None and self._after is None:
             return self._source.open(pinned_for)
-        return _FirstEpoch(_First(self, pinned_for))
+        return _FirstEpoch(self, pinned_for)
 
     @property
     def is_whole(self) -> bool:
@@ -118,20 +118,19 @@ class ReplayBuffer(CopiedAsWrapped, Source):
         return self._loader
 
 
-class _First:
+class _FirstEpoch(Epoch):
     """First epoch: the batches that were read, then the rest. Begins at the first ``next``, not at ``iter``."""
 
     def __init__(self, replayed: ReplayBuffer, pinned_for: int | None) -> None:
+        super().__init__(iter(()))
         self._replayed = replayed
         self._pinned_for = pinned_for
         self._rest: Epoch | None = None
-        self.share: BatchShare | None = None
         self._is_first = False  # the first iterator that is advanced yields the batches that were read
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
+    def next(self, *, waits: bool = True) -> Any:
+        if self._batches is None:
+            raise StopIteration
         if self._rest is None:
             self._is_first = self._replayed.is_whole
             self._rest = self._replayed.begin(self._pinned_for)
@@ -139,19 +138,11 @@ class _First:
             with contextlib.suppress(StopIteration):
                 batch, self.share = self._replayed.give_back()
                 return batch
-        batch = next(self._rest)
+        batch = self._rest.next(waits=waits)
         self.share = self._rest.share
         return batch
 
     def close(self) -> None:
+        super().close()
         if self._rest is not None:
             self._rest.close()
-
-
-class _FirstEpoch(Epoch):
-    def __init__(self, batches: _First) -> None:
-        super().__init__(batches)
-        self._first = batches
-
-    def _passed(self) -> None:
-        self.share = self._first.share

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.data.order import BatchShare
-from flatout.data.remote import WorkerError, death_of_a_worker, watch
+from flatout.data.remote import NotReady, WorkerError, death_of_a_worker, next_of, watch
 
 
 class Source:
@@ -79,14 +79,24 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
+        return self.next()
+
+    def next(self, *, waits: bool = True) -> Any:
+        """Return the next batch.
+
+        Args:
+            waits: False to raise ``NotReady`` if worker processes have not loaded the batch (:func:`next_of`).
+        """
         batches = self._batches
         if batches is None:
             raise StopIteration
         try:
-            batch = next(batches)
+            batch = next_of(batches, waits=waits)
         except StopIteration:
             self._ended()
             self.close()
+            raise
+        except NotReady:
             raise
         except Exception as error:
             self._passed()

@@ -102,9 +102,9 @@ class SlicedEpoch(Epoch):
         super().__init__(whole)
         self._slices, self._draws = slices, draws
 
-    def __next__(self) -> Any:
+    def next(self, *, waits: bool = True) -> Any:
         with self._draws.drawing():
-            batch = super().__next__()
+            batch = super().next(waits=waits)
         batch, self.share = self._slices.own_part(batch)
         return batch
 
