@@ -52,7 +52,8 @@ void enter_thread(int device) {
 Stream create_stream(int device) {
   const DeviceGuard guard(device);
   cudaStream_t stream = nullptr;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  const int highest = -100;  // CUDA clamps the number
+  check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   return reinterpret_cast<Stream>(stream);
 }
 

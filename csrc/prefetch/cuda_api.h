@@ -19,11 +19,10 @@ using EventHandle = std::uintptr_t;  // a cudaEvent_t: torch's `event.cuda_event
 bool usable() noexcept;
 
 // Must be the first call of each thread of the prefetcher. Makes `device` current, and binds the thread to
-// CPUs on the NUMA node of this device. Later calls of the thread do not break a CUDA graph that the user
-// captures.
+// CPUs of its NUMA node. Later calls of the thread do not break a CUDA graph that the user captures.
 void enter_thread(int device);
-// Creates a non-blocking stream, which lives until the process ends. torch's pool has 32 streams and gives
-// each of them to several callers, whose work could delay the copies.
+// Creates a non-blocking stream of the highest priority, which lives until the process ends. torch's pool
+// gives each of its 32 streams to several callers, whose work could delay the copies.
 Stream create_stream(int device);
 
 // Pins memory in the context of `device`. A context on another device would take memory of that device.

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import native
 from flatout.data import InMemoryLoader, Prefetcher
-from flatout.data.transfer import TorchCopier, make_copier
+from flatout.data.transfer import TorchCopier, _side_stream, make_copier
 from flatout.native import _host
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none found")
@@ -111,6 +111,14 @@ def test_filling_new_memory_waits_for_a_delayed_consumer(copier):
             means.append(batch.mean())
             del batch
     assert torch.stack(means).tolist() == list(range(32))
+
+
+def test_copies_and_transforms_have_the_highest_priority(copier, monkeypatch):
+    monkeypatch.setattr("flatout.data.transfer._side_streams", {})
+    if copier == "torch":
+        monkeypatch.setattr(native, "has_cuda_runtime", lambda: False)
+    side, highest = _side_stream(DEVICE), torch.cuda.Stream.priority_range()[1]
+    assert side.priority <= highest < torch.cuda.current_stream().priority
 
 
 def test_consumer_waits_for_a_delayed_copy(copier):

@@ -81,7 +81,10 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return flatout's stream on ``device``, one per process, because the allocator has a separate pool per stream."""
+    """Return flatout's stream on ``device``, one per process, because the allocator has a separate pool per stream.
+
+    The stream has the highest priority, so that a transform does not wait for the blocks of a running step.
+    """
     index = _index_of(device)
     if index not in _side_streams:
         device = torch.device("cuda", index)
@@ -89,7 +92,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
             torch.cuda.current_stream(device)  # torch makes the device's context before flatout uses it
             _side_streams[index] = torch.cuda.ExternalStream(_host.create_stream(index), device=device)
         else:
-            _side_streams[index] = torch.cuda.Stream(device)
+            _side_streams[index] = torch.cuda.Stream(device, priority=-100)  # torch clamps it to the highest
     return _side_streams[index]
 
 

@@ -49,6 +49,9 @@ extern "C" {
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
   return call(__func__, Needs::kContext, [&](Runtime& runtime, Lock&) {
     const bool is_blocking = (flags & cudaStreamNonBlocking) == 0;
+    int least = 0, greatest = 0;
+    cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    priority = std::clamp(priority, greatest, least);
     auto* stream = new Stream{current_device(), is_blocking, false, priority, runtime.next_stream++};
     runtime.streams.insert(stream);
     *handle = reinterpret_cast<cudaStream_t>(stream);
