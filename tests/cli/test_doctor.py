@@ -140,7 +140,7 @@ WRONG = {
         [("driver-too-old", "slow")],
         ["CUDA 13.0", "CUDA 12 toolkit"],
     ),
-    "a GPU that no table knows": (gpu(name="NVIDIA A40", capability=(8, 6)), [("peak-unknown", "note")], []),
+    "a GPU that no table knows": (gpu(name="NVIDIA A16", capability=(8, 6)), [("peak-unknown", "note")], []),
     "a GPU that fails": (
         gpu(fails="CUDA error: devices unavailable\nCUDA kernel errors might be"),
         [("gpu-unusable", "broken")],

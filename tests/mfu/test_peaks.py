@@ -18,31 +18,48 @@ from tests.clock import simulated_time
 from tests.mfu.harness import SimulatedProducts, forgotten_warnings
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+FP4 = torch.float4_e2m1fn_x2
 
 # Independent copy: dense TFLOPS, and the boost clock (MHz) of tensor cores where NVIDIA publishes one.
 SHEETS = {
-    # name as in nvidia-smi: (fp16, bf16, tf32, fp32, fp8, clock)
-    "Tesla V100-SXM2-16GB": (125, None, None, 15.7, None, 1530),
-    "Tesla V100-PCIE-32GB": (112, None, None, 14, None, 1370),
-    "Tesla V100S-PCIE-32GB": (130, None, None, 16.4, None, 1597),
-    "Tesla T4": (65, None, None, 8.1, None, 1590),
-    "NVIDIA A100-SXM4-40GB": (312, 312, 156, 19.5, None, 1410),
-    "NVIDIA A10": (125, 125, 62.5, 31.2, None, 1695),
-    "NVIDIA A10G": (70, 70, 35, 35, None, 1710),
-    "NVIDIA L4": (121, 121, 60, 30.3, 242.5, 2040),
-    "NVIDIA L40": (181.05, 181.05, 90.5, 90.5, 362, 2490),
-    "NVIDIA L40S": (362.05, 362.05, 183, 91.6, 733, 2490),
-    "NVIDIA GeForce RTX 3090": (71.2, 71.2, 35.6, 35.6, None, 1695),
-    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6, 330.3, 2520),
-    "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8, 104.8, 419, 2407),
-    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
-    "NVIDIA H100 PCIe": (756, 756, 378, 51.2, 1513, 1620),
-    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None),
-    "NVIDIA H200": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
-    "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9, 1978.9, 1830),
-    "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None),
-    "NVIDIA B200": (2250, 2250, 1125, 75, 4500, None),
-    "NVIDIA GB200": (2500, 2500, 1250, 80, 5000, None),
+    # name as in nvidia-smi: (fp16, bf16, tf32, fp32, fp8, fp4, clock)
+    "Tesla V100-SXM2-16GB": (125, None, None, 15.7, None, None, 1530),
+    "Tesla V100-PCIE-32GB": (112, None, None, 14, None, None, 1370),
+    "Tesla V100S-PCIE-32GB": (130, None, None, 16.4, None, None, 1597),
+    "Tesla T4": (65, None, None, 8.1, None, None, 1590),
+    "NVIDIA A100-SXM4-40GB": (312, 312, 156, 19.5, None, None, 1410),
+    "NVIDIA A800-SXM4-80GB": (312, 312, 156, 19.5, None, None, 1410),
+    "NVIDIA A30": (165, 165, 82, 10.3, None, None, 1440),
+    "NVIDIA A40": (149.7, 149.7, 74.8, 37.4, None, None, 1740),
+    "NVIDIA A10": (125, 125, 62.5, 31.2, None, None, 1695),
+    "NVIDIA A10G": (70, 70, 35, 35, None, None, 1710),
+    "NVIDIA RTX A6000": (154.8, 154.8, 77.4, 38.7, None, None, 1800),
+    "NVIDIA GeForce RTX 3090": (71.2, 71.2, 35.6, 35.6, None, None, 1695),
+    "NVIDIA L4": (121, 121, 60, 30.3, 242.5, None, 2040),
+    "NVIDIA L20": (119.5, 119.5, 59.8, 59.8, 239, None, 2520),
+    "NVIDIA L40": (181.05, 181.05, 90.5, 90.5, 362, None, 2490),
+    "NVIDIA L40S": (362.05, 362.05, 183, 91.6, 733, None, 2490),
+    "NVIDIA RTX 6000 Ada Generation": (364.2, 364.2, 182.1, 91.1, 728.5, None, 2505),
+    "NVIDIA GeForce RTX 4080": (97.5, 97.5, 48.7, 48.7, 194.9, None, 2505),
+    "NVIDIA GeForce RTX 4090": (165.2, 165.2, 82.6, 82.6, 330.3, None, 2520),
+    "NVIDIA H20": (148, 148, 74, 44, 296, None, None),
+    "NVIDIA H100 80GB HBM3": (989.4, 989.4, 494.7, 66.9, 1978.9, None, 1830),
+    "NVIDIA H100 PCIe": (756, 756, 378, 51.2, 1513, None, 1620),
+    "NVIDIA H100 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None, None),
+    "NVIDIA H800": (989.4, 989.4, 494.7, 66.9, 1978.9, None, 1830),
+    "NVIDIA H800 PCIe": (756, 756, 378, 51.2, 1513, None, 1620),
+    "NVIDIA H200": (989.4, 989.4, 494.7, 66.9, 1978.9, None, 1830),
+    "NVIDIA H200 NVL": (835.5, 835.5, 417.5, 60, 1670.5, None, None),
+    "NVIDIA GH200 480GB": (989.4, 989.4, 494.7, 66.9, 1978.9, None, 1830),
+    "NVIDIA B200": (2250, 2250, 1125, 75, 4500, 9000, None),
+    "NVIDIA GB200": (2500, 2500, 1250, 80, 5000, 10000, None),
+    "NVIDIA B300 SXM6 AC": (2250, 2250, 1125, 75, 4500, 13125, None),
+    "NVIDIA GB300": (2500, 2500, 1250, 80, 5000, 15000, None),
+    "NVIDIA GB10": (None, None, None, 31, None, 500, None),
+    "NVIDIA GeForce RTX 5080": (112.6, 112.6, 56.3, 56.3, 225.1, 900.4, 2617),
+    "NVIDIA GeForce RTX 5090": (209.5, 209.5, 104.8, 104.8, 419, 1676, 2407),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8, 503.8, 251.9, 126, 1007.6, 2015.2, 2617),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (467.8, 467.8, None, None, 935.6, 1871.2, 2430),
 }
 
 
@@ -55,7 +72,7 @@ def nothing_warned():
 @pytest.mark.parametrize("name", SHEETS)
 def test_every_row_by_value(name):
     *sheet, _ = SHEETS[name]
-    for dtype, teraflops in zip((FP16, BF16, "tf32", FP32, FP8), sheet, strict=True):
+    for dtype, teraflops in zip((FP16, BF16, "tf32", FP32, FP8, FP4), sheet, strict=True):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = peak_flops(name, dtype)
@@ -72,11 +89,16 @@ def test_rows_agree_with_their_own_clocks(name):
     """SMs x FLOPs per cycle x rated clock is the published peak. A figure with sparsity would be twice as large."""
     clock = SHEETS[name][-1]
     assert clock_peak_flops(name, FP16, clock_mhz=clock) == pytest.approx(peak_flops(name, FP16), rel=0.01)
-    # The rated clock of CUDA cores differs by up to a sixth.
-    assert clock_peak_flops(name, FP32, clock_mhz=clock) == pytest.approx(peak_flops(name, FP32), rel=0.16)
+    if SHEETS[name][3]:  # the rated clock of CUDA cores differs by up to a sixth
+        assert clock_peak_flops(name, FP32, clock_mhz=clock) == pytest.approx(peak_flops(name, FP32), rel=0.16)
     assert clock_peak_flops(name, FP16, clock_mhz=clock / 2) == pytest.approx(
         clock_peak_flops(name, FP16, clock_mhz=clock) / 2
     )
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H20", "NVIDIA GB10"])
+def test_without_rates_per_cycle_there_is_no_peak_at_a_clock(name):
+    assert clock_peak_flops(name, FP32, clock_mhz=1000) is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +111,10 @@ def test_rows_agree_with_their_own_clocks(name):
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("GeForce RTX 3090", "RTX 3090"),
         ("NVIDIA GH200 120GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("A100-SXM-80GB", "A100"),
+        ("NVIDIA A800 80GB PCIe", "A800"),
+        ("NVIDIA H20-3e", "H20"),
         ("NVIDIA L40", "L40"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
@@ -114,12 +140,14 @@ def test_names_as_drivers_print_them(name, row):
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA RTX 4000 Ada Generation",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
         "NVIDIA A100-SXM-64GB",
-        "NVIDIA A40",
+        "NVIDIA A800 40GB Active",
+        "NVIDIA A16",
         "NVIDIA A10M",
-        "NVIDIA L20",
-        "NVIDIA H20",
-        "NVIDIA B300 SXM6 AC",
+        "NVIDIA L2",
         "NVIDIA T400",
         "AMD Instinct MI300X",
         "",
@@ -131,15 +159,15 @@ def test_look_alikes_are_not_guessed(name):
 
 
 def test_what_is_not_known_is_told_once():
-    with pytest.warns(RuntimeWarning, match="NVIDIA A40 in torch.bfloat16"):
-        peak_flops("NVIDIA A40", BF16)
+    with pytest.warns(RuntimeWarning, match="NVIDIA A16 in torch.bfloat16"):
+        peak_flops("NVIDIA A16", BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert peak_flops("NVIDIA A40", BF16) is None
+        assert peak_flops("NVIDIA A16", BF16) is None
     with pytest.warns(RuntimeWarning, match="the CPU in torch.float32"):
         assert peak_flops("cpu") is None
-    with pytest.warns(RuntimeWarning, match="A40"):
-        assert clock_peak_flops("NVIDIA A40", FP16, clock_mhz=1000) is None
+    with pytest.warns(RuntimeWarning, match="A16"):
+        assert clock_peak_flops("NVIDIA A16", FP16, clock_mhz=1000) is None
 
 
 class Properties:

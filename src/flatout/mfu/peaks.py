@@ -27,7 +27,9 @@ Products = Literal["matmul", "conv", "rnn"]
 TF32_CAPABILITY = (8, 0)
 """Compute capability from which tensor cores multiply in TF32 (Ampere)."""
 
-_TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+_FP8, _FP8_WIDE, _FP4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+
+_TENSOR_CORES = "tf32", torch.float16, torch.bfloat16, _FP8, _FP8_WIDE, _FP4
 
 
 @dataclass(frozen=True)
@@ -38,86 +40,77 @@ class Gpu:
         name: common name.
         pattern: regular expression for the driver's whole name, without ``NVIDIA`` or ``Tesla`` at the start.
         sms: streaming multiprocessors of the whole device.
-        teraflops: dense peak in TFLOP/s by precision, with 16-bit products summed in float32. The second figure of some
-            data sheets, which counts zeros of 2:4 sparsity, is not used.
-        per_cycle: FLOPs of one SM in one cycle, in bfloat16 (float16 on a GPU without bfloat16) and in float32.
-        source: document that prints the figures.
+        teraflops: dense peak in TFLOP/s by precision, with products of 8 and 16 bits summed in float32. The second
+            figure of some data sheets, which counts zeros of 2:4 sparsity, is halved.
+        per_cycle: FLOPs of one SM in one cycle, in bfloat16 (float16 on a GPU without bfloat16) and in float32. None
+            if unknown.
+        source: document by NVIDIA that prints the figures. A data sheet of a system is divided by its GPUs.
     """
 
     name: str
     pattern: str
     sms: int
     teraflops: Mapping[Precision, float]
-    per_cycle: tuple[int, int]
+    per_cycle: tuple[int, int] | None
     source: str
 
 
-def _peaks(
-    fp32: float,
-    fp16: float,
-    *,
-    bf16: bool = True,
-    tf32: float | None = None,
-    fp8: float | None = None,
-    int8: float | None = None,
-    fp64: float | None = None,
-) -> dict[Precision, float]:
-    known: dict[Precision, float | None] = {
-        torch.float32: fp32,
-        torch.float16: fp16,
-        torch.bfloat16: fp16 if bf16 else None,
-        "tf32": tf32,
-        torch.float8_e4m3fn: fp8,
-        torch.float8_e5m2: fp8,
-        torch.int8: int8,
-        torch.float64: fp64,
-    }
-    return {precision: peak for precision, peak in known.items() if peak is not None}
+def _gpu(line: str) -> Gpu:
+    """Return the row of a line of ``_SHEETS``."""
+    name, (sms, *figures, cycle, rest) = line[:13].rstrip(), line[13:].split(None, 8)
+    known = dict(zip(_COLUMNS, figures, strict=True))
+    known |= {torch.bfloat16: "-" if name.startswith(("V100", "T4")) else known[torch.float16], _FP8_WIDE: known[_FP8]}
+    peaks = {precision: float(figure) for precision, figure in known.items() if figure != "-"}
+    tensor, _, cuda = cycle.partition("/")
+    source, _, pattern = rest.partition("  ")
+    per_cycle = (int(tensor), int(cuda)) if cuda else None
+    return Gpu(name, pattern or f"(GeForce )?{name}", int(sms), peaks, per_cycle, source)
 
 
-_HOPPER_SXM = _peaks(66.9, 989.4, tf32=494.7, fp8=1978.9, int8=1978.9, fp64=66.9)
+_COLUMNS: tuple[Precision, ...] = torch.float64, torch.float32, "tf32", torch.float16, _FP8, _FP4
 
-GPUS: tuple[Gpu, ...] = (
-    Gpu("V100 SXM", r"V100-SXM[23]-(16|32)GB", 80, _peaks(15.7, 125, bf16=False, fp64=7.8), (1024, 128),
-        "NVIDIA Tesla V100 data sheet (2018)"),
-    Gpu("V100 PCIe", r"V100-PCIE-(16|32)GB", 80, _peaks(14, 112, bf16=False, fp64=7), (1024, 128),
-        "NVIDIA Tesla V100 data sheet (2018)"),
-    Gpu("V100S PCIe", r"V100S-PCIE-32GB", 80, _peaks(16.4, 130, bf16=False, fp64=8.2), (1024, 128),
-        "NVIDIA V100 data sheet (2020)"),
-    Gpu("T4", r"T4", 40, _peaks(8.1, 65, bf16=False, int8=130), (1024, 128), "NVIDIA T4 data sheet (2019)"),
-    Gpu("A100", r"A100-(SXM4-(40|80)GB|PCIE-40GB)|A100 80GB PCIe|A100-SXM-(40|80)GB", 108,
-        _peaks(19.5, 312, tf32=156, int8=624, fp64=19.5), (2048, 128), "NVIDIA A100 data sheet (2021)"),
-    Gpu("A10", r"A10", 72, _peaks(31.2, 125, tf32=62.5, int8=250), (1024, 256), "NVIDIA A10 data sheet (2021)"),
-    Gpu("A10G", r"A10G", 80, _peaks(35, 70, tf32=35, int8=140), (512, 256),
-        "NVIDIA A10G data sheet for Amazon EC2 G5 (2021)"),
-    Gpu("L4", r"L4", 58, _peaks(30.3, 121, tf32=60, fp8=242.5, int8=242.5), (1024, 256),
-        "NVIDIA L4 data sheet (2023), halved where it counts sparsity"),
-    Gpu("L40", r"L40", 142, _peaks(90.5, 181.05, tf32=90.5, fp8=362, int8=362), (512, 256),
-        "NVIDIA L40 data sheet (2023)"),
-    Gpu("L40S", r"L40S", 142, _peaks(91.6, 362.05, tf32=183, fp8=733, int8=733), (1024, 256),
-        "NVIDIA L40S data sheet (2023)"),
-    Gpu("RTX 3090", r"GeForce RTX 3090", 82, _peaks(35.6, 71.2, tf32=35.6, int8=284.7), (512, 256),
-        "NVIDIA GA102 white paper (2021), appendix A"),
-    Gpu("RTX 4090", r"GeForce RTX 4090", 128, _peaks(82.6, 165.2, tf32=82.6, fp8=330.3, int8=660.6), (512, 256),
-        "NVIDIA Ada white paper (2022), appendix A"),
-    Gpu("RTX 5090", r"GeForce RTX 5090", 170, _peaks(104.8, 209.5, tf32=104.8, fp8=419, int8=838), (512, 256),
-        "NVIDIA RTX Blackwell white paper (2025), appendix A"),
-    Gpu("H100 SXM", r"H100 80GB HBM3|H100 SXM5 80GB", 132, _HOPPER_SXM, (4096, 256),
-        "NVIDIA Hopper white paper (2022), table 2; data sheet (2024)"),
-    Gpu("H100 PCIe", r"H100 PCIe", 114, _peaks(51.2, 756, tf32=378, fp8=1513, int8=1513, fp64=51.2), (4096, 256),
-        "NVIDIA Hopper white paper (2022), table 2"),
-    Gpu("H100 NVL", r"H100 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1670.5, int8=1670.5, fp64=60), (4096, 256),
-        "NVIDIA H100 data sheet (2024), halved where it counts sparsity"),
-    Gpu("H200 SXM", r"H200", 132, _HOPPER_SXM, (4096, 256), "NVIDIA H200 data sheet (2024), halved for sparsity"),
-    Gpu("GH200", r"GH200 (96GB HBM3|120GB|144G HBM3e|480GB)", 132, _HOPPER_SXM, (4096, 256),
-        "NVIDIA GH200 data sheet (2024), halved for sparsity"),
-    Gpu("H200 NVL", r"H200 NVL", 132, _peaks(60, 835.5, tf32=417.5, fp8=1670.5, int8=1670.5, fp64=60), (4096, 256),
-        "NVIDIA H200 data sheet (2024), halved where it counts sparsity"),
-    Gpu("B200", r"B200", 148, _peaks(75, 2250, tf32=1125, fp8=4500, int8=4500, fp64=37), (8192, 256),
-        "NVIDIA HGX B200 data sheet (2025), an eighth of it"),
-    Gpu("GB200", r"GB200", 152, _peaks(80, 2500, tf32=1250, fp8=5000, int8=5000, fp64=40), (8192, 256),
-        "NVIDIA GB200 NVL72 data sheet (2025), per GPU"),
-)  # fmt: skip
+# Name, SMs, fp64, fp32, tf32, fp16 (and bf16 since Ampere), fp8, fp4, FLOPs per cycle, source, driver's name.
+_SHEETS = r"""
+V100 SXM        80  7.8  15.7     -    125      -      -  1024/128  data sheet 2018  V100-SXM[23]-(16|32)GB
+V100 PCIe       80    7    14     -    112      -      -  1024/128  data sheet 2018  V100-PCIE-(16|32)GB
+V100S PCIe      80  8.2  16.4     -    130      -      -  1024/128  data sheet 2020  V100S-PCIE-32GB
+T4              40    -   8.1     -     65      -      -  1024/128  data sheet 2019
+A100           108 19.5  19.5   156    312      -      -  2048/128  data sheet 2021  A100.(SXM4?-|PCIE-)?[48]0GB( PCIe)?
+A800           108 19.5  19.5   156    312      -      -  2048/128  data sheet 2022  A800.(SXM4-)?[48]0GB( PCIe)?
+A30             56 10.3  10.3    82    165      -      -  2048/128  data sheet 2021
+A40             84    -  37.4  74.8  149.7      -      -  1024/256  data sheet 2021
+A10             72    -  31.2  62.5    125      -      -  1024/256  data sheet 2021
+A10G            80    -    35    35     70      -      -   512/256  data sheet 2021
+RTX A6000       84    -  38.7  77.4  154.8      -      -  1024/256  GA102 paper 2021
+RTX 3090        82    -  35.6  35.6   71.2      -      -   512/256  GA102 paper 2021
+L4              58    -  30.3    60    121  242.5      -  1024/256  data sheet 2023
+L20             92    -  59.8  59.8  119.5    239      -   512/256  data sheet 2023
+L40            142    -  90.5  90.5 181.05    362      -   512/256  data sheet 2023
+L40S           142    -  91.6   183 362.05    733      -  1024/256  data sheet 2023
+RTX 6000 Ada   142    -  91.1 182.1  364.2  728.5      -  1024/256  Ada paper 2023  RTX 6000 Ada Generation
+RTX 4080        76    -  48.7  48.7   97.5  194.9      -   512/256  Ada paper 2022
+RTX 4090       128    -  82.6  82.6  165.2  330.3      -   512/256  Ada paper 2022
+H20             78    1    44    74    148    296      -         -  data sheet 2023  H20(-3e)?
+H100 SXM       132 66.9  66.9 494.7  989.4 1978.9      -  4096/256  Hopper paper 2022  H100 (80GB HBM3|SXM5 80GB)
+H100 PCIe      114 51.2  51.2   378    756   1513      -  4096/256  Hopper paper 2022
+H100 NVL       132   60    60 417.5  835.5 1670.5      -  4096/256  data sheet 2024
+H800 SXM       132    1  66.9 494.7  989.4 1978.9      -  4096/256  data sheet 2023  H800
+H800 PCIe      114  0.8  51.2   378    756   1513      -  4096/256  data sheet 2023
+H200 SXM       132 66.9  66.9 494.7  989.4 1978.9      -  4096/256  data sheet 2024  H200
+H200 NVL       132   60    60 417.5  835.5 1670.5      -  4096/256  data sheet 2024
+GH200          132 66.9  66.9 494.7  989.4 1978.9      -  4096/256  data sheet 2024  GH200 \d+GB?( HBM3e?)?
+B200           148   37    75  1125   2250   4500   9000  8192/256  HGX data sheet 2025
+GB200          152   40    80  1250   2500   5000  10000  8192/256  data sheet 2025
+B300           148 1.25    75  1125   2250   4500  13125  8192/256  HGX data sheet 2025  B300 SXM6 AC
+GB300          152    -    80  1250   2500   5000  15000  8192/256  data sheet 2025
+GB10            48    -    31     -      -      -    500         -  Hot Chips 2025
+RTX 5080        84    -  56.3  56.3  112.6  225.1  900.4   512/256  RTX Blackwell paper 2025
+RTX 5090       170    - 104.8 104.8  209.5    419   1676   512/256  RTX Blackwell paper 2025
+RTX PRO 6000   188    -   126 251.9  503.8 1007.6 2015.2  1024/256  RTX PRO paper 2025  RTX PRO 6000 Blackwell W.*
+RTX PRO 6000S  188    -     -     -  467.8  935.6 1871.2  1024/256  aiconfigurator 2026  RTX PRO 6000 Blackwell S.*
+"""
+
+GPUS = tuple(map(_gpu, _SHEETS.strip().splitlines()))
 """Table of peaks."""
 
 _warned: set[tuple[str, Precision]] = set()
@@ -170,7 +163,7 @@ def clock_peak_flops(
         RuntimeWarning: once per device and precision without a figure.
     """
     gpu, sms = _looked_up(device, dtype)
-    if gpu is None:
+    if gpu is None or gpu.per_cycle is None:
         return None
     # Data sheets rate tensor cores and CUDA cores at different clocks. So each figure is compared within its kind.
     per_cycle, rated = (
