@@ -33,6 +33,8 @@ PATTERNS: dict[str, str] = {
     "compile-disabled": r"torch\.compile is switched off",
     "computation-negligible": "too little to save",
     "computed-in-parts": "computed in parts",
+    "count-too-high": "the count is too high",
+    "count-too-low": "the count is too low",
     "cores-bound": "of a core busy, and there are",
     "cudnn-deterministic": r"cudnn\.deterministic is on",
     "cudnn-disabled": r"cudnn\.enabled is off",

@@ -29,7 +29,7 @@ from flatout.resume import Resumable
 from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint
 from flatout.training.attachments import Attachment, attach, attached_to, detach
-from flatout.training.device_verdict import judged
+from flatout.training.device_verdict import judged, tensor_watch
 from flatout.training.evaluation_loop import Evaluation, Metric
 from flatout.training.export import export, export_weights
 from flatout.training.fit import Fitted, Keeper, fit
@@ -107,7 +107,7 @@ class Run(Resumable, Described):
         self.optimizer = job.spec.optimizer
         self._report = report
         self.logs = Logs()
-        self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device)
+        self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device, tensor_watch=tensor_watch(job))
         observers = [toggle.on_batch for toggle in toggles if isinstance(toggle, ObservingCandidate)]
         breaks = job.breaks
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
@@ -150,6 +150,8 @@ class Run(Resumable, Described):
     def stats(self) -> MfuCounter:
         """Counter of steps, samples and tokens, with rolling step and phase times, rates, MFU, HFU and loader stall.
 
+        On a GPU that reports it, ``tensor_cores`` has the activity of the tensor cores.
+
         The counter counts calls of :meth:`step`. For your own loop, call ``run.stats.wrap(run.model)``.
         """
         return self._counter
@@ -181,13 +183,15 @@ class Run(Resumable, Described):
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the device use of the last steps, with MFU, NVML's utilization, the usual MFU, and the limit.
+        """Verdict on the device use of the last steps.
+
+        The verdict has the MFU, the activity of the tensor cores, NVML's utilization, the usual MFU, and the limit.
 
         The verdict needs a sample of the GPU, which takes some milliseconds, too long for every step.
         """
         reading = self._counter.window
         where = {"stall_fraction": reading.stall_fraction, "phases": reading.phases}
-        return judged(self._job, reading.mfu, self.report.rows, **where)
+        return judged(self._job, reading.mfu, self.report.rows, tensor_cores=self._counter.tensor_cores, **where)
 
     def step(self, batch: Any) -> Tensor:
         """Run forward, backward and, after every ``accumulate`` batches, the update and the scheduler's step.

@@ -6,7 +6,6 @@ import math
 import re
 import statistics
 import threading
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout.mfu
-from flatout.mfu import FlopCount, FlopNode, MfuCounter
+from flatout.mfu import FlopCount, FlopNode, MfuCounter, TensorCores
 from flatout.native._host import StepCounter
 from tests.mfu.harness import core_of
 
@@ -190,13 +189,21 @@ def test_behind_a_bad_argument_no_other_is_read() -> None:
         StepCounter(1).mark("no token", One())  # type: ignore[arg-type]
 
 
-def test_mfu_above_one_warns_once() -> None:
+def test_each_reading_above_one_warns() -> None:
     counter = fed(10, [(1.0, None, 0.0, 1, 0, 2.0)], peak_flops=1.0)
-    with pytest.warns(RuntimeWarning, match=r"MFU.* 2\.00.*peak_flops.*\b1 FLOP/s"):
-        assert counter.mfu == 2.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert counter.mfu == 2.0
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=r"MFU.* 2\.00.*peak_flops.*\b1 FLOP/s"):
+            assert counter.mfu == 2.0
+
+
+def test_a_watch_reports_the_activity_of_tensor_cores() -> None:
+    asked = []
+    counter = MfuCounter(device="cpu", tensor_watch=lambda counter: asked.append(counter) or TensorCores(0.8, None))
+    assert counter.tensor_cores == TensorCores(0.8, None)
+    assert "80.0 %" in repr(counter)
+    counter.pause()
+    assert asked == [counter] * 3
+    assert MfuCounter(device="cpu").tensor_cores is None
 
 
 def figures(shown: str) -> list[float]:

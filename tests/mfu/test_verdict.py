@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import flatout
-from flatout.mfu import Phases, count_flops
+from flatout.mfu import Phases, TensorCores, count_flops
 from flatout.mfu.verdict import CONVOLUTIONAL, DENSE, RECURRENT, TRANSFORMER, Family, family_of, judge
 from tests.reasons import reasons
 
@@ -84,6 +85,32 @@ def test_an_mfu_within_the_usual_range_stands_out_in_nothing() -> None:
     assert re.match(r"MFU 45\.0 % .*the data sheet's peak in bf16.*\b40 .*\b60 %.*PaLM", told)
     assert re.search(r"NVML.* 99 %", told)
     assert reasons(told) & LIMITS == {"no-limit-found"}
+
+
+@pytest.mark.parametrize(
+    ("active", "needed", "code"),
+    [
+        (0.8, 0.45, {"count-too-low"}),
+        (0.45, 0.8, {"count-too-high"}),
+        (0.7, 0.45, set()),
+        (0.45, 0.7, set()),
+        (0.09, 0.01, set()),
+        (0.8, None, set()),
+    ],
+)
+def test_a_wide_gap_to_the_activity_of_tensor_cores_names_a_wrong_count(
+    active: float, needed: float | None, code: set[str]
+) -> None:
+    verdict = replace(judge(0.4, "the peak", TRANSFORMER), tensor_cores=TensorCores(active, needed))
+    assert reasons(str(verdict)) & {"count-too-low", "count-too-high"} == code
+    assert f"{100 * active:.1f} %" in str(verdict)
+    assert bool(verdict.doubt) is bool(code)
+    assert str(verdict.tensor_cores) in repr(verdict)
+
+
+def test_the_measured_peak_stands_beside_the_data_sheets() -> None:
+    verdict = replace(judge(0.4, "the data sheet's peak", TRANSFORMER), of_measured=0.5)
+    assert re.match(r"MFU 40\.0 % of the data sheet's peak, 50\.0 % of ", str(verdict))
 
 
 def test_ranges_of_gpus_are_not_held_against_a_cpu() -> None:

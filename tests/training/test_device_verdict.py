@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import get_args
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import flatout
-from flatout.mfu import Phases
+from flatout.mfu import MfuCounter, Phases, TensorCores, peaks
+from flatout.mfu.signatures import CountedWork
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, judge
 from flatout.report import Row, Status
 from flatout.report.remedies import ARGUMENTS, untried
 from flatout.techniques import REGISTRY
-from flatout.training.device_verdict import REMEDIES, with_remedies
+from flatout.training.device_verdict import REMEDIES, TensorWatch, judged, tensor_watch, with_remedies
+from flatout.training.step_flops import Peak, peak_of
 from flatout.tuning.choices import choices_of
+from tests.clock import Clock, simulated_time
+from tests.mfu.harness import core_of, forgotten_warnings
 from tests.mfu.test_verdict import phases
+from tests.monitor.fake_nvml import A100, H100
+from tests.monitor.harness import System
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 TITLES = {technique.name: technique.title for technique in REGISTRY}
@@ -125,6 +135,125 @@ def test_the_verdict_of_a_run_names_the_techniques_that_are_left() -> None:
     assert left
     verdict: Verdict = run.verdict
     assert list(verdict.remedies) == untried(run.report.rows, REMEDIES.get(verdict.bottleneck, ()))
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
+    return System(monkeypatch, tmp_path)
+
+
+def train(counter: MfuCounter, clock: Clock, *work: float | None) -> None:
+    """Train for four seconds with these FLOPs, and these FLOPs of the hardware, in each second."""
+    for _ in range(4):
+        core_of(counter).add(1.0, None, 0.0, 1, 0, *work)
+        clock.advance(1.0)
+
+
+def test_activity_of_tensor_cores_stands_beside_the_flops_of_the_same_time(system: System) -> None:
+    nvml = system.nvml(boards=(H100,))
+    with simulated_time(tick=0.0) as clock:
+        counter = MfuCounter(peak_flops=10.0, device="cpu", tensor_watch=TensorWatch(torch.device("cuda", 0)))
+        clock.advance(5.0)
+        counter.pause()  # the time before the first epoch
+        assert counter.tensor_cores is None
+        train(counter, clock, 4.0, 6.0)
+        seen = counter.tensor_cores
+        assert seen == TensorCores(0.478, pytest.approx(0.6))
+        nvml.metrics[nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL] = (0, 20.0)
+        clock.advance(1.0)  # an evaluation, which is not counted
+        assert counter.tensor_cores == seen
+        train(counter, clock, 2.0, 3.0)
+        assert counter.tensor_cores == TensorCores(0.2, pytest.approx(0.3))
+        clock.advance(0.1)
+        core_of(counter).add(0.1, None, 0.0, 1, 0, 0.0, 0.0)
+        assert counter.tensor_cores == TensorCores(0.2, pytest.approx(0.3))  # the time is too short
+
+
+@pytest.mark.parametrize(("work", "needed"), [((4.0, None), 0.4), ((None, None), None)])
+def test_flops_of_the_hardware_may_be_unknown(system: System, work: tuple[float | None, None], needed: float) -> None:
+    system.nvml(boards=(H100,))
+    with simulated_time(tick=0.0) as clock:
+        counter = MfuCounter(peak_flops=10.0, device="cpu", tensor_watch=TensorWatch(torch.device("cuda", 0)))
+        train(counter, clock, *work)
+        assert counter.tensor_cores == TensorCores(0.478, needed and pytest.approx(needed))
+
+
+def test_a_watch_releases_nvml(system: System) -> None:
+    nvml = system.nvml(boards=(H100,))
+    watch = TensorWatch(torch.device("cuda", 0))
+    assert nvml.open == 1
+    del watch
+    gc.collect()
+    assert (nvml.open, nvml.gpm_samples) == (0, set())
+
+
+def test_a_gpu_without_gpm_is_asked_once(system: System) -> None:
+    nvml, asked = system.nvml(boards=(A100,)), []
+    with simulated_time(tick=0.0) as clock:
+        counter = MfuCounter(device="cpu", tensor_watch=TensorWatch(torch.device("cuda", 0)))
+        nvml.before = asked.append
+        train(counter, clock, 1.0, 1.0)
+        assert counter.tensor_cores is None
+    assert asked == []
+
+
+def test_dcgm_reports_earlier_gpus_on_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    system.nvml(boards=(A100,))
+    system.dcgm()
+    monkeypatch.setenv("FLATOUT_DCGM", "1")
+    with simulated_time(tick=0.0) as clock:
+        counter = MfuCounter(device="cpu", tensor_watch=TensorWatch(torch.device("cuda", 0)))
+        train(counter, clock, 1.0, 1.0)
+        assert counter.tensor_cores == TensorCores(0.5, None)
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Simulate an H100 whose fastest product of bfloat16 was measured."""
+    name = "NVIDIA H100 80GB HBM3"
+    properties = SimpleNamespace(name=name, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("FLATOUT_CACHE", "off")
+    key = f"{name} | bfloat16 | torch {torch.__version__}"
+    with mock.patch.dict(peaks._measured, {key: 8e14}), forgotten_warnings():
+        yield torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "peak"),
+    [
+        (torch.bfloat16, Peak(989.4e12, "the data sheet's peak in bf16", 8e14, on_tensor_cores=True)),
+        (torch.float16, Peak(989.4e12, "the data sheet's peak in fp16", None, on_tensor_cores=True)),
+        (torch.float32, Peak(66.9e12, "the data sheet's peak in fp32", None, on_tensor_cores=False)),
+    ],
+)
+def test_the_peak_of_a_gpu_has_a_measured_peak_beside_it(h100: torch.device, dtype: torch.dtype, peak: Peak) -> None:
+    spec: Any = SimpleNamespace(model=nn.Linear(2, 2, dtype=dtype), device=h100)
+    found = peak_of(spec, CountedWork(lambda: None))
+    assert found == peak._replace(flops=pytest.approx(peak.flops))
+
+
+def test_a_product_in_float32_is_no_measure_of_convolutions_in_tf32(h100: torch.device) -> None:
+    peaks._measured["NVIDIA H100 80GB HBM3 | float32 | torch " + torch.__version__] = 5e13
+    spec: Any = SimpleNamespace(model=nn.Conv2d(3, 8, 3), device=h100)
+    assert peak_of(spec, CountedWork(lambda: None)).measured == 5e13
+    work: Any = SimpleNamespace(counts=[SimpleNamespace(by_op={"aten::convolution": 1})])
+    found = peak_of(spec, work)
+    assert found == Peak(pytest.approx(494.7e12), "the data sheet's peak in tf32", None, on_tensor_cores=True)
+
+
+def test_a_verdict_on_a_gpu_has_both_peaks_and_the_activity(h100: torch.device, system: System) -> None:
+    system.nvml(boards=(H100,))
+    spec = SimpleNamespace(model=nn.Linear(2, 2, dtype=torch.bfloat16), device=h100)
+    job: Any = SimpleNamespace(spec=spec, work=CountedWork(lambda: None))
+    verdict = judged(job, 0.4, (), TensorCores(0.5, 0.4), stall_fraction=0.3)
+    assert verdict.of_measured == pytest.approx(0.4 * 989.4 / 800)
+    assert (verdict.peak, verdict.utilization) == ("the data sheet's peak in bf16", 0.98)
+    assert (verdict.bottleneck, verdict.tensor_cores) == ("loader", TensorCores(0.5, 0.4))
+    assert isinstance(tensor_watch(job), TensorWatch)
+    spec.model = nn.Linear(2, 2)
+    assert not isinstance(tensor_watch(job), TensorWatch)
 
 
 def test_phases_decide_before_the_stall_of_a_window() -> None:

@@ -7,7 +7,7 @@ from flatout.mfu.flops import count_flops
 from flatout.mfu.formulas import register_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
 from flatout.mfu.ranges import nvtx_range
-from flatout.mfu.reading import Phases, Reading
+from flatout.mfu.reading import Phases, Reading, TensorCores
 from flatout.mfu.verdict import Verdict
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "MfuCounter",
     "Phases",
     "Reading",
+    "TensorCores",
     "Verdict",
     "clock_peak_flops",
     "count_flops",

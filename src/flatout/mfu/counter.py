@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from flatout.core.described import Described
 from flatout.mfu.counted_calls import CountedCalls, count_calls
 from flatout.mfu.flop_count import FlopCount
-from flatout.mfu.reading import Phases, Reading
+from flatout.mfu.reading import Phases, Reading, TensorCores
 from flatout.mfu.timers import use_gpu_clock
 from flatout.native._host import PHASES, Step, StepCounter, StepReading
 
@@ -57,6 +57,7 @@ class MfuCounter(Described):
         window: number of steps of the rolling figures.
         phases_every: steps from one measurement of phases to the next, 0 for no measurement. Phases on a GPU require
             flatout's CUDA kernels.
+        tensor_watch: function of the counter that returns the activity of the tensor cores. ``run.stats`` has one.
 
     Raises:
         ValueError: ``flops_per_step`` or ``phases_every`` is negative, or ``peak_flops`` or ``window`` is not positive.
@@ -70,6 +71,7 @@ class MfuCounter(Described):
         device: torch.device | str | None = None,
         window: int = 100,
         phases_every: int = 10,
+        tensor_watch: Callable[[MfuCounter], TensorCores | None] = lambda counter: None,
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be >= 1, got {window}")
@@ -88,7 +90,7 @@ class MfuCounter(Described):
         self._begin_step, self._waited = self._core.step, self._core.waited
         self.phases_every = phases_every
         self._calls: weakref.WeakSet[CountedCalls] = weakref.WeakSet()
-        self._warned = False
+        self._tensor_watch = tensor_watch
 
     @property
     def phases_every(self) -> int:
@@ -158,6 +160,7 @@ class MfuCounter(Described):
     def pause(self) -> None:
         """Exclude the time since the last step, for example an evaluation or a checkpoint."""
         self._core.pause()
+        self._tensor_watch(self)  # the activity of an evaluation is not that of the steps
 
     def wrap(self, model: Model) -> Model:
         """Count the model's training steps from now on, in any loop.
@@ -250,8 +253,15 @@ class MfuCounter(Described):
         """Share of the window's time that the device spent waiting for the loader, 0..1."""
         return self.window.stall_fraction
 
+    @property
+    def tensor_cores(self) -> TensorCores | None:
+        """Activity of the tensor cores in the last steps, or None if unknown."""
+        return self._tensor_watch(self)
+
     def _facts(self) -> dict[str, str]:
-        return {**self.window._facts(), "device": str(self.device)}
+        cores = self.tensor_cores
+        active = {} if cores is None else {"tensor_cores": str(cores)}
+        return {**self.window._facts(), **active, "device": str(self.device)}
 
     def _settle(self) -> None:
         for calls in list(self._calls):
@@ -259,10 +269,13 @@ class MfuCounter(Described):
 
     def _reading(self, core: StepReading) -> Reading:
         mfu, hfu = self._share(core.flops_per_second), self._share(core.hardware_flops_per_second)
-        if mfu is not None and mfu > 1 and not self._warned:
-            self._warned = True
-            warnings.warn(f"MFU is {mfu:.2f}, more than the device can do: {_suspect(mfu, self.peak_flops)}",
-                          RuntimeWarning, stacklevel=3)  # fmt: skip
+        if mfu is not None and mfu > 1:
+            warnings.warn(
+                f"MFU is {mfu:.2f}, more than the device can do: check flops_per_step, and peak_flops "
+                f"({self.peak_flops:.4g} FLOP/s) for this device and precision",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return Reading(
             steps=core.steps,
             samples=core.samples,
@@ -280,12 +293,3 @@ class MfuCounter(Described):
 
     def _share(self, flops_per_second: float | None) -> float | None:
         return None if flops_per_second is None or self.peak_flops is None else flops_per_second / self.peak_flops
-
-
-def _suspect(mfu: float, peak: float | None) -> str:
-    if mfu < 1.5:
-        return f"peak_flops ({peak:.4g} FLOP/s) is too low: measured while the machine was busy, or at a lower clock?"
-    return (
-        f"is peak_flops ({peak:.4g} FLOP/s) that of another device, or of a slower precision than the one in use? "
-        "Or are flops_per_step those of several steps?"
-    )

@@ -49,6 +49,22 @@ class Phases(Described):
         return {name: f"{name} {formatting.milliseconds(1e3 * getattr(self, name))}" for name in names}
 
 
+@dataclass(frozen=True)
+class TensorCores:
+    """Activity of a GPU's tensor cores, beside the counted FLOPs of the same time.
+
+    Attributes:
+        active: share of the time in which the tensor cores worked, 0..1, as NVML's GPM or DCGM measures it.
+        needed: share of the time that the counted FLOPs take at the peak, recomputation included. None if unknown.
+    """
+
+    active: float
+    needed: float | None
+
+    def __str__(self) -> str:
+        return f"tensor cores active {formatting.share(self.active, 1)}"
+
+
 _TOLD: dict[str, Callable[[float], str]] = {
     "step_seconds": lambda value: f"{formatting.milliseconds(1e3 * value)} a step",
     "samples_per_second": lambda value: f"{formatting.count(value)} samples/s",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flatout.core import formatting
 from flatout.core.described import Described
-from flatout.mfu.reading import Phases
+from flatout.mfu.reading import Phases, TensorCores
 
 Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
 """Kind of limit.
@@ -25,6 +25,16 @@ Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels"
 
 WORTH_TELLING = 0.1
 """Smallest share of a step's time that counts as a limit."""
+
+WIDE_GAP = 1.6
+"""Factor between activity of tensor cores and counted FLOPs from which the count is doubtful.
+
+Wrong counts are wrong by a factor of two or more: a multiply-add that counts once, a forward without its backward, a
+peak with sparsity. In a right count, the activity times the clock is the MFU, within 2 percentage points after a
+correction for partial tiles ("Instant GPU Efficiency Visibility at Fleet Scale", arXiv:2605.20799). For low clocks and
+partial tiles together, 1.3 is an estimate. The limit is the geometric mean of 1.3 and 2. Shares below ``WORTH_TELLING``
+are not compared, because products smaller than a tile are mostly padding.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ class Verdict(Described):
         limit: sentence about the limit of the MFU.
         bottleneck: kind of the limit.
         remedies: techniques against the limit that were not tried, each with the argument that tries it.
+        of_measured: ``mfu`` relative to the fastest matrix product that was measured on the device, or None if unknown.
+        tensor_cores: activity of the tensor cores, or None if unknown.
     """
 
     mfu: float | None
@@ -96,6 +108,23 @@ class Verdict(Described):
     limit: str
     bottleneck: Bottleneck = "unknown"
     remedies: tuple[str, ...] = ()
+    of_measured: float | None = None
+    tensor_cores: TensorCores | None = None
+
+    @property
+    def doubt(self) -> str:
+        """Sentence about a count that does not fit the activity of the tensor cores. Empty if there is no doubt."""
+        cores = self.tensor_cores
+        if cores is None or cores.needed is None:
+            return ""
+        low, high = sorted((cores.active, cores.needed))
+        if high < WORTH_TELLING or high < WIDE_GAP * low:
+            return ""
+        wrong = ("low", "high") if cores.active > cores.needed else ("high", "low")
+        return (
+            f"at the peak, the counted FLOPs take {formatting.share(cores.needed, 1)} of the time, so the count is too "
+            f"{wrong[0]} or the peak too {wrong[1]}"
+        )
 
     def __str__(self) -> str:
         parts = []
@@ -106,7 +135,9 @@ class Verdict(Described):
                 compared = (
                     f"; {self.family.name} usually reach {100 * low:.0f} to {100 * high:.0f} % ({self.family.source})"
                 )
-            parts.append(f"MFU {formatting.share(self.mfu, 1)} of {self.peak}{compared}")
+            parts.append(f"{self._share()}{compared}")
+        if self.tensor_cores is not None:
+            parts += [str(self.tensor_cores), self.doubt]
         if self.utilization is not None:
             parts.append(
                 f"NVML reports {formatting.share(self.utilization, 0)} utilization, "
@@ -120,10 +151,17 @@ class Verdict(Described):
     def _facts(self) -> dict[str, str]:
         return {
             "limit": self.limit,
-            "mfu": "" if self.mfu is None else f"MFU {formatting.share(self.mfu, 1)} of {self.peak}",
+            "mfu": "" if self.mfu is None else self._share(),
+            "tensor_cores": "" if self.tensor_cores is None else str(self.tensor_cores),
+            "doubt": self.doubt,
             "utilization": "" if self.utilization is None else f"NVML {formatting.share(self.utilization, 0)}",
             "remedies": f"not tried: {', '.join(self.remedies)}" if self.remedies else "",
         }
+
+    def _share(self) -> str:
+        """Return the MFU with the peaks that it is relative to."""
+        known = (self.mfu, self.peak), (self.of_measured, "the fastest matrix product here")
+        return "MFU " + ", ".join(f"{formatting.share(mfu, 1)} of {peak}" for mfu, peak in known if mfu is not None)
 
 
 def judge(
@@ -147,35 +185,25 @@ def judge(
         utilization: utilization as NVML measures it, 0..1, or None without a GPU.
         throttle: reasons for lower clocks of the GPU, in words.
     """
-    bottleneck, limit = _limit(mfu, family, stall_fraction, phases, utilization, throttle)
-    return Verdict(mfu, peak, family, utilization, limit, bottleneck)
-
-
-def _limit(
-    mfu: float | None,
-    family: Family,
-    stall_fraction: float | None,
-    phases: Phases | None,
-    utilization: float | None,
-    throttle: Sequence[str],
-) -> tuple[Bottleneck, str]:
     outside: dict[Bottleneck, float] = {"loader": stall_fraction or 0.0}
     if phases is not None and phases.total > 0:
         seconds: dict[Bottleneck, float]
         seconds = {"loader": phases.loader_wait, "copy": phases.h2d, "own code": phases.host_idle}
         outside = {name: spent / phases.total for name, spent in seconds.items()}
-    largest = max(outside, key=lambda name: outside[name])
-    if outside[largest] >= WORTH_TELLING:
-        return largest, f"{formatting.share(outside[largest], 0)} of the time goes to {_OUTSIDE[largest]}"
-    if throttle:
-        return "clocks", f"the GPU's clocks are held down: {', '.join(throttle)}"
-    if utilization is not None and utilization < 1 - WORTH_TELLING:
-        return "launch", "the GPU waits for kernels to be launched"
-    if mfu is None:
-        return "unknown", ""
-    if family.usual is not None and mfu >= family.usual[0]:
-        return "none", "nothing stands out"
-    return "kernels", "limit: memory-bound or small kernels"
+    bottleneck, limit = max(outside, key=lambda name: outside[name]), ""
+    if outside[bottleneck] >= WORTH_TELLING:
+        limit = f"{formatting.share(outside[bottleneck], 0)} of the time goes to {_OUTSIDE[bottleneck]}"
+    elif throttle:
+        bottleneck, limit = "clocks", f"the GPU's clocks are held down: {', '.join(throttle)}"
+    elif utilization is not None and utilization < 1 - WORTH_TELLING:
+        bottleneck, limit = "launch", "the GPU waits for kernels to be launched"
+    elif mfu is None:
+        bottleneck = "unknown"
+    elif family.usual is not None and mfu >= family.usual[0]:
+        bottleneck, limit = "none", "nothing stands out"
+    else:
+        bottleneck, limit = "kernels", "limit: memory-bound or small kernels"
+    return Verdict(mfu, peak, family, utilization, limit, bottleneck)
 
 
 _OUTSIDE: Mapping[Bottleneck, str] = {

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from flatout.mfu import MfuCounter, TensorCores
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, family_of, judge
 from flatout.monitor import GpuSample
-from flatout.monitor.nvml import Gpus
+from flatout.monitor.nvml import FIRST_SAMPLE, Gpus
 from flatout.report.model import Row
 from flatout.report.remedies import untried
 from flatout.training.job import Job
@@ -22,26 +28,39 @@ REMEDIES: Mapping[Bottleneck, tuple[str, ...]] = {
 }
 """Techniques against each kind of limit."""
 
+LOOK_SECONDS = 0.2
+"""Shortest time over which the activity of tensor cores is measured."""
 
-def judged(job: Job, mfu: float | None, rows: Iterable[Row], **where: Any) -> Verdict:
+TRAINED = 0.9
+"""Smallest share of this time that steps must fill. Other work, such as an evaluation, is active but not counted."""
+
+
+def judged(
+    job: Job, mfu: float | None, rows: Iterable[Row], tensor_cores: TensorCores | None = None, **where: Any
+) -> Verdict:
     """Return the verdict on a job that has just run with the given MFU, with the untried techniques.
 
     Args:
         job: the running job.
         mfu: model FLOPs utilization, 0..1, or None if unknown.
         rows: rows of the job's report.
+        tensor_cores: activity of the tensor cores; None if unknown.
         where: ``stall_fraction`` and ``phases``, as for ``mfu.verdict.judge``.
     """
     counts = job.work.counts
     family = family_of(counts[0].by_op) if counts else DENSE
-    _, peak = peak_of(job.spec, job.work)
-    gpu = _gpu(job)
+    peak = peak_of(job.spec, job.work)
+    with closing(Gpus(interval=1.0)) as gpus:
+        gpu = _sample(gpus, job.spec.device)
     if gpu is not None:
         where |= {
             "utilization": None if gpu.util_percent is None else gpu.util_percent / 100,
             "throttle": gpu.throttle or (),
         }
-    return with_remedies(judge(mfu, peak, family, **where), rows)
+    verdict = replace(judge(mfu, peak.source, family, **where), tensor_cores=tensor_cores)
+    if mfu is not None and peak.flops is not None and peak.measured is not None:
+        verdict = replace(verdict, of_measured=mfu * peak.flops / peak.measured)
+    return with_remedies(verdict, rows)
 
 
 def with_remedies(verdict: Verdict, rows: Iterable[Row]) -> Verdict:
@@ -49,13 +68,53 @@ def with_remedies(verdict: Verdict, rows: Iterable[Row]) -> Verdict:
     return replace(verdict, remedies=tuple(untried(rows, REMEDIES.get(verdict.bottleneck, ()))))
 
 
-def _gpu(job: Job) -> GpuSample | None:
-    """Return an NVML sample of the job's GPU, or None if the job has no GPU or NVML does not identify the GPU."""
-    if job.spec.device.type != "cuda":
+class TensorWatch:
+    """Function of a counter that returns the activity of a GPU's tensor cores since its last call.
+
+    NVML's GPM reports the activity since Hopper. With ``FLATOUT_DCGM=1``, DCGM reports it for earlier GPUs. Profilers
+    that use CUPTI then fail (:mod:`flatout.monitor.dcgm`).
+
+    The result is that of the last time that was long enough, and that steps filled. None means that the GPU does not
+    report the activity, or that there was no such time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._gpus: Gpus | None = Gpus(interval=1.0, dcgm=os.environ.get("FLATOUT_DCGM") == "1")
+        weakref.finalize(self, self._gpus.close)
+        self._found: TensorCores | None = None
+        self._active()
+        self._looked = time.perf_counter(), 0.0, 0.0  # time, seconds of steps, and what their FLOPs take at the peak
+
+    def __call__(self, counter: MfuCounter) -> TensorCores | None:
+        now, (then, seconds, at_peak) = time.perf_counter(), self._looked
+        if self._gpus is None or now - then < LOOK_SECONDS:
+            return self._found
+        active, total = self._active(), counter.total
+        share = total.mfu if total.hfu is None else total.hfu
+        self._looked = now, total.seconds, total.seconds * (share or 0.0)
+        if active is not None and total.seconds - seconds >= TRAINED * (now - then):
+            self._found = TensorCores(active, None if share is None else (self._looked[2] - at_peak) / (now - then))
+        return self._found
+
+    def _active(self) -> float | None:
+        """Return the share of the time since the last call in which the tensor cores worked, 0..1; None if unknown."""
+        gpu = None if self._gpus is None else _sample(self._gpus, self._device)
+        if gpu is not None and gpu.tensor_active_percent is not None:
+            return gpu.tensor_active_percent / 100
+        if gpu is None or gpu.gpm != FIRST_SAMPLE:
+            self._gpus = None  # later samples will not report it
         return None
-    nvml = Gpus(interval=1.0)
-    try:
-        gpus, _ = nvml.sample(os.environ)
-        return next((gpu for gpu in gpus if gpu.cuda_index == job.spec.device.index), None)
-    finally:
-        nvml.close()
+
+
+def tensor_watch(job: Job) -> Callable[[MfuCounter], TensorCores | None]:
+    """Return a watch of the tensor cores that compute a job's products, or a function that returns None."""
+    return TensorWatch(job.spec.device) if peak_of(job.spec, job.work).on_tensor_cores else lambda counter: None
+
+
+def _sample(gpus: Gpus, device: torch.device) -> GpuSample | None:
+    """Return an NVML sample of a device, or None if it is no GPU or NVML does not identify the GPU."""
+    if device.type != "cuda":
+        return None
+    samples, _ = gpus.sample(os.environ)
+    return next((gpu for gpu in samples if gpu.cuda_index == device.index), None)

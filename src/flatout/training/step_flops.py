@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,22 @@ from flatout.training.spec import Spec
 
 _PRODUCTS: Mapping[Family, Products] = {CONVOLUTIONAL: "conv", RECURRENT: "rnn"}
 """Kind of most products, by family of models. The default is "matmul"."""
+
+
+class Peak(NamedTuple):
+    """Peak that MFU refers to.
+
+    Attributes:
+        flops: peak in FLOP/s, or None if unknown.
+        source: name of the peak.
+        measured: result of an earlier ``measured_peak_flops`` on the GPU, or None.
+        on_tensor_cores: True if tensor cores compute products in this precision.
+    """
+
+    flops: float | None
+    source: str
+    measured: float | None = None
+    on_tensor_cores: bool = False
 
 
 def counted_work(objective: Objective) -> CountedWork:
@@ -45,23 +61,29 @@ def share_of_flops(work: CountedWork, module: str) -> float | None:
     return None
 
 
-def peak_of(spec: Spec, work: CountedWork, *, seconds: float = 0.0) -> tuple[float | None, str]:
-    """Return the peak in FLOP/s that MFU refers to, in the precision of the model's products, and its source.
+def peak_of(spec: Spec, work: CountedWork, *, seconds: float = 0.0) -> Peak:
+    """Return the peak that MFU refers to, in the precision of the model's products.
 
     Args:
         spec: model and device.
         work: counts of the job. The kind of products with most of the FLOPs decides which TF32 setting applies.
-        seconds: limit of a measurement if no data sheet has the peak. 0 allows no measurement.
+        seconds: limit of the measurement of a CPU, which has no data sheet. 0 allows no measurement.
     """
     real = (p.dtype for p in spec.model.parameters() if p.is_floating_point())
     dtype = autocast_dtype(spec.model) or next(real, torch.float32)  # a complex product consists of float32 products
     if spec.device.type != "cuda":
         peak = measured_peak_flops(spec.device, dtype, measure=seconds > 0, seconds=seconds)
-        return peak, f"the fastest matrix product here in {_short(dtype)}"
+        return Peak(peak, f"the fastest matrix product here in {_short(dtype)}")
     family = family_of(work.counts[0].by_op) if work.counts else DENSE
     tf32 = dtype is torch.float32 and multiplies_in_tf32(spec.device, _PRODUCTS.get(family, "matmul"))
     peak = peak_flops(spec.device, "tf32" if tf32 else dtype)
-    return peak, f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}"
+    is_comparable = peak is not None and tf32 == (dtype is torch.float32 and multiplies_in_tf32(spec.device))
+    return Peak(
+        peak,
+        f"the data sheet's peak in {'tf32' if tf32 else _short(dtype)}",
+        measured_peak_flops(spec.device, dtype, measure=False) if is_comparable else None,
+        tf32 or dtype in (torch.float16, torch.bfloat16),
+    )
 
 
 def _count(objective: Objective, batch: Any) -> FlopCount | None:

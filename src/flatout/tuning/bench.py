@@ -14,6 +14,7 @@ import torch
 from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.distributed.agreement import Agreement
+from flatout.mfu import TensorCores
 from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate, ResizingCandidate
 from flatout.training.job import Job
@@ -87,6 +88,7 @@ class Bench:
         progress: shown between timed regions.
         comparison: the trial that the present loader won; None without one, and after a change of the steps.
         phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
+        tensor_cores: activity of the tensor cores in these steps; None if unknown.
         exposed_ms: exposed communication of these steps; None before ``rank_costs.exposed_ms`` measures it.
     """
 
@@ -98,6 +100,7 @@ class Bench:
     progress: Progress = field(default_factory=Progress)
     comparison: LoaderComparison | None = None
     phases: Mapping[str, float] | None = None
+    tensor_cores: TensorCores | None = None
     exposed_ms: float | None = None
     _noise: dict[int, Noise] = field(default_factory=dict)
     _pace: Pace | None = None
@@ -154,7 +157,7 @@ class Bench:
 
     def forget(self) -> None:
         """Discard all measurements of the loop, because a decision has changed it."""
-        self._pace = self._memory = self.exposed_ms = self.phases = self.comparison = None
+        self._pace = self._memory = self.exposed_ms = self.phases = self.tensor_cores = self.comparison = None
         self._results.clear()
 
     def use(self, source: Iterable[Any], comparison: LoaderComparison | None = None) -> None:

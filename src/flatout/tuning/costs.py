@@ -7,6 +7,8 @@ from contextlib import closing, suppress
 from typing import Any
 
 from flatout.mfu import MfuCounter
+from flatout.training.device_verdict import tensor_watch
+from flatout.training.step_flops import peak_of
 from flatout.tuning.bench import Bench
 from flatout.tuning.loader_timer import ALONE_SECONDS, LoaderTimer, workers_and_queue
 from flatout.tuning.rank_costs import SHARE, UPDATES, exposed_ms, rank_costs
@@ -52,17 +54,24 @@ def _affords(bench: Bench, ms: float) -> bool:
 
 
 def _phases(bench: Bench) -> Mapping[str, float]:
-    """Return the share of each phase in an update's time, with the kept candidates."""
-    counter = MfuCounter(device=bench.job.spec.device, phases_every=1)
+    """Return the share of each phase in an update's time, with the kept candidates. Set ``bench.tensor_cores``."""
+    job = bench.job
     bench.rewind()
     bench.update(0)  # warms up
+    synchronize(job.spec.device)
+    peak = peak_of(job.spec, job.work)
+    counter = MfuCounter(device=job.spec.device, phases_every=1, tensor_watch=tensor_watch(job))
+    if peak.on_tensor_cores and job.work.counts:
+        counter.flops_per_step = job.spec.accumulate * job.work.counts[0].hardware
+        counter.peak_flops = peak.flops
     begun = bench.ranks.now()
     for i in range(1, 1 + PHASE_UPDATES):
         with counter.step() as step:
             bench.update(i, step.phase)
         if bench.ranks.now() - begun > PHASE_SECONDS:
             break
-    synchronize(bench.job.spec.device)
+    synchronize(job.spec.device)
+    bench.tensor_cores = counter.tensor_cores
     phases = bench.ranks.first(counter.total.phases)
     bench.rewind()
     if phases is None:  # phases on a GPU require flatout's CUDA kernels

@@ -155,7 +155,9 @@ def outcome_of(session: Session, baseline: Baseline, result: RaceResult) -> Outc
     peak = _peak_of(session)
     before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
     after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
-    verdict = "" if after is None else str(judged(job, after.mfu, session.rows, stall_fraction=after.load_fraction))
+    verdict = ""
+    if after is not None:
+        verdict = str(judged(job, after.mfu, session.rows, bench.tensor_cores, stall_fraction=after.load_fraction))
     return Outcome(before, after, result.gain, result.statistic, bench.ranks.first(verdict), peak)
 
 
@@ -223,7 +225,7 @@ def _peak_of(session: Session) -> float | None:
     job, ranks = session.job, session.job.spec.ranks
     left = session.bench.budget.left
     has_own = ranks.rank == 0 or job.spec.device.type == "cuda"
-    own = peak_of(job.spec, job.work, seconds=left if ranks.rank == 0 else 0.0)[0] if has_own else None
+    own = peak_of(job.spec, job.work, seconds=left if ranks.rank == 0 else 0.0).flops if has_own else None
     of_first = ranks.first(own)
     return of_first if own is None else own
 
