@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import traceback
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from flatout.data import Prefetcher, WorkerError
 from flatout.data.remote import RemoteTraceback
-from tests.data.harness import CopyingPrefetcher
+from tests.data.harness import CopyingPrefetcher, eventually
 
 KINDS = [Prefetcher, CopyingPrefetcher]
 
@@ -203,6 +204,36 @@ def test_a_death_is_raised_after_the_batches_that_precede_it(kind):
     seen: list = []
     with pytest.raises(WorkerError):
         seen.extend(map(int, kind(loader, "cpu")))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+class Slow(Failing):
+    """Failing dataset whose index 4 waits until the gate opens."""
+
+    def __init__(self, fail, gate) -> None:
+        super().__init__(fail)
+        self.gate = gate
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index != 4 or self.gate.wait(20)
+        return super().__getitem__(index)
+
+
+def test_a_death_is_raised_after_the_batches_that_others_still_load():
+    gate = multiprocessing.Event()
+    loader = DataLoader(Slow(kill, gate), batch_size=None, num_workers=2, prefetch_factor=1)
+    iterator = iter(CopyingPrefetcher(loader, "cpu"))
+    batches, seen = iterator._epoch._batches, [int(next(iterator)), int(next(iterator))]
+    assert eventually(lambda: len(iterator._queue) + batches._data_queue.qsize() == 2)
+    seen.append(int(next(iterator)))  # batch 3 is copied ahead, and its worker begins with batch 5
+    assert eventually(lambda: not batches._workers[1].is_alive())
+    seen.append(int(next(iterator)))
+    assert not iterator._queue
+    gate.set()
+    assert eventually(lambda: batches._data_queue.qsize() == 1)
+    seen.append(int(next(iterator)))
+    with pytest.raises(WorkerError):
+        next(iterator)
     assert seen == [0, 1, 2, 3, 4]
 
 
