@@ -26,7 +26,7 @@ import torch
 from support.intervals import gain
 from support.loops import DEVICE, LONG, kept_by, steps_of
 from support.scale import scaled
-from support.turns import Lane, closing, take_turns
+from support.turns import Lane, Rates, closing, take_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,8 +36,13 @@ from flatout.core.machine import usable_cores
 STEPS = scaled(1000, 20)
 """Steps of the perceptron in the notebook."""
 
-ROUNDS = scaled(10, 2)
-BUDGET = scaled(60.0, 3.0)
+FEATURES, HIDDEN, BATCH = scaled((1024, 2048, 512), (64, 128, 32))
+"""Sizes of the perceptron, and samples of its batch."""
+
+ON_GPU = DEVICE.type == "cuda"
+ROUNDS = scaled(4 if ON_GPU else 10, 2)
+TURN = scaled(1.0 if ON_GPU else 2.0, 0.1)
+BUDGET = scaled(45.0 if ON_GPU else 60.0, 3.0)
 
 Step = Callable[[], object]
 
@@ -45,8 +50,8 @@ Step = Callable[[], object]
 def perceptron() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
     """Return model, optimizer, inputs and targets of the notebook."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024)).to(DEVICE)
-    x, y = torch.randn(2, 512, 1024, device=DEVICE)
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, FEATURES)).to(DEVICE)
+    x, y = torch.randn(2, BATCH, FEATURES, device=DEVICE)
     return model, torch.optim.Adam(model.parameters()), x, y
 
 
@@ -74,26 +79,35 @@ def with_amp() -> Iterator[int]:
         yield len(x)
 
 
-def test_perceptron(benchmark: Any) -> None:
+def test_perceptron(benchmark: Any, keep: Callable[[dict[str, Any]], None]) -> None:
     """Time 1,000 steps in float32, with AMP, and with flatout."""
-    lanes = [Lane("float32", in_float32()), Lane("AMP", with_amp())]
     model, optimizer, x, y = perceptron()
+    key = f"seconds of {STEPS} steps"
+
+    def seconds_of(rates: Rates) -> dict[str, float]:
+        return {name: STEPS * len(x) / statistics.median(each) for name, each in rates.items()}
+
+    def tell(rates: Rates) -> None:
+        seconds = seconds_of(rates)
+        keep({key: seconds})
+        print(f"  {STEPS} steps: " + ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items()), flush=True)
+
+    print()
+    lanes = [Lane("float32", in_float32()), Lane("AMP", with_amp())]
+    first = {lane.name: [lane.turn(TURN)] for lane in lanes}
+    tell(first)
     run = flatout.optimize(model, [(x, y)] * 100, optimizer, nn.functional.mse_loss, expected_steps=LONG, budget=BUDGET)
     lanes.append(Lane("flatout", steps_of(run)))
+    keep({"kept": kept_by(run)})
+    tell(first | {"flatout": [lanes[-1].turn(TURN)]})
     with closing(lanes):
-        rates = take_turns(lanes, ROUNDS, scaled(2.0, 0.1))
+        rates = take_turns(lanes, ROUNDS, TURN, tell)
         benchmark.pedantic(lambda: lanes[-1].turn(0.1), rounds=1)
-    seconds = {name: STEPS * len(x) / statistics.median(each) for name, each in rates.items()}
     ratios = {f"{name} / float32": gain(rates, name, "float32") for name in ("AMP", "flatout")}
-    print(f"\n{STEPS} steps of the perceptron: " + ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()))
     for name, each in ratios.items():
         print(f"  {name:20} {each.ratio:.2f}x ({each.low:.2f} to {each.high:.2f})")
     print(f"  flatout keeps {kept_by(run)}")
-    benchmark.extra_info |= {
-        f"seconds of {STEPS} steps": seconds,
-        "times as fast": {name: [each.ratio, each.low, each.high] for name, each in ratios.items()},
-        "kept": kept_by(run),
-    }
+    keep({"times as fast": {name: [each.ratio, each.low, each.high] for name, each in ratios.items()}})
     run.undo()
 
 
@@ -115,7 +129,7 @@ def test_loader(benchmark: Any) -> None:
     """Time batches of 16 images by number of workers, with and without pinned memory."""
     counts = sorted({0, 1, 2, usable_cores(), 2 * usable_cores()})
     rates: dict[str, float] = {}
-    for pinned in (False, True) if DEVICE.type == "cuda" else (False,):
+    for pinned in (False, True) if ON_GPU else (False,):
         for workers in counts:
             loader = DataLoader(Decoded(), 16, num_workers=workers, pin_memory=pinned)
             name = f"{workers} workers{', pinned' if pinned else ''}"
@@ -136,7 +150,7 @@ def batches_per_second(loader: DataLoader[Tensor], seconds: float) -> float:
     while time.perf_counter() < begun + seconds:
         next(batches).to(DEVICE, non_blocking=True)
         count += 1
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         torch.cuda.synchronize()
     return count / (time.perf_counter() - begun)
 
@@ -148,7 +162,7 @@ def deep_and_narrow() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
-    "perceptron": (lambda: perceptron()[0], (512, 1024)),
+    "perceptron": (lambda: perceptron()[0], (BATCH, FEATURES)),
     "deep and narrow": (deep_and_narrow, (32, 32)),
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -29,27 +30,38 @@ def pytest_configure(config: pytest.Config) -> None:
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Set a cache that stores measured peaks but no plans, so that every loop is tuned from the start.
 
-    A file replaces the folder of plans. Processes that a benchmark starts inherit the setting. Small runs write no
-    results, so they get a temporary folder for files.
+    A file replaces the folder of plans. Processes that a benchmark starts inherit the setting. Small runs write their
+    results to a temporary folder, unless $OUT names one.
     """
     cache = tmp_path_factory.mktemp("cache")
     (cache / "plans").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLATOUT_CACHE", str(cache))
-        if not scale.full:
+        if not scale.full and not os.environ.get("OUT"):
             patch.setenv("OUT", str(tmp_path_factory.mktemp("results")))
         yield
+
+
+@pytest.fixture
+def keep(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that adds figures to those of the test, and records all at once, before the test ends."""
+
+    def keep(figures: dict[str, Any]) -> None:
+        benchmark.extra_info.update(figures)
+        record(request.path.stem, request.node.name, dict(benchmark.extra_info))
+
+    return keep
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Record the figures of a full run as soon as its test has passed."""
+    """Record the figures of a test as soon as it has passed."""
     report = yield
     report.claim = (item.module.__doc__ or "").partition("\n")[0]  # type: ignore[attr-defined]
     benchmark = getattr(item, "funcargs", {}).get("benchmark")
-    if scale.full and report.when == "call" and report.passed and benchmark is not None and benchmark.extra_info:
+    if report.when == "call" and report.passed and benchmark is not None and benchmark.extra_info:
         record(item.path.stem, item.name, dict(benchmark.extra_info))
     return report
 

@@ -1,7 +1,7 @@
 """Speed and utilization of a GPU with ``flatout.optimize``, for a perceptron, two GPTs and a ResNet-50.
 
-    make gpu-check PHASES="build optimize_gpu"      (one NVIDIA H200, 16 cores)
-    pytest benchmarks/optimize_gpu.py -s --full      (if flatout is installed)
+    make gpu-check PHASES="build optimize_gpu optimize_gpu_large"      (one NVIDIA H100 or H200, 16 cores)
+    pytest benchmarks/optimize_gpu.py -s --full                         (if flatout is installed)
 
 The benchmark has run on a GPU only beside other work, so no figure comes from it. On a CPU, the sizes are small, and
 the run is only a test. Loops take turns in one process, each with separate backend flags. NVML is read while flatout's
@@ -9,10 +9,9 @@ loop runs alone.
 
 MFU is that of ``run.stats``, relative to the data sheet's dense bf16 peak. It does not count masked pairs of causal
 attention. The additional "dense" MFU counts attention as published figures do. The tests assert nothing, and print a
-goal beside each figure. After every job, figures go to benchmarks/results/optimize_gpu.json if there is a GPU, and to
-$OUT if $OUT is set.
+goal beside each figure. Figures of a loop are recorded as soon as they are measured.
 
-Cheap and important jobs come first. On an H200, the jobs are estimated to take 40, 55, 80 and 80 seconds.
+Cheap and important jobs come first. On an H100, the jobs are estimated to take 70, 90, 50 and 80 seconds.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.goals import Goal, as_figures, say
 from support.gpu_jobs import GpuJob, gpt2, resnet50, seed_mlp, wide_gpt
 from support.gpu_loops import ON_GPU, amp, flops_of, percent, share_of_bf16, tuned
-from support.gpu_results import Goal, keep, say
 from support.loops import kept_by, steps_of
 from support.scale import scaled
 from support.turns import Alone, Lane, alone, closing, ratio, take_turns
 
 from flatout.core.snapshot import Snapshot
 
-BUDGET = scaled(60.0 if ON_GPU else 2.0, 1.0)
+Keep = Callable[[dict[str, Any]], None]
+
+BUDGET = scaled(45.0 if ON_GPU else 2.0, 1.0)
 """Budget of the tuning, in seconds. On a GPU, it is enough for one compilation of a large model, or two of the MLP."""
 
 ALONE = scaled(3.0 if ON_GPU else 0.2, 0.2)
@@ -71,6 +72,7 @@ def on_the_gpu(watched: Alone) -> str:
 def compare(
     job: GpuJob,
     benchmark: Any,
+    keep: Keep,
     goals: Callable[[dict[str, Any]], list[Goal]],
     techniques: dict[str, Any] | None = None,
     budget: float = BUDGET,
@@ -80,12 +82,16 @@ def compare(
     Args:
         job: the job to train.
         benchmark: fixture that times a turn of flatout's loop.
+        keep: fixture that records figures.
         goals: returns the goals for the figures.
         techniques: argument of ``optimize``.
         budget: budget of the tuning, in seconds.
     """
     flops = flops_of(job)
     theirs = Lane("AMP loop", amp(job))  # with the original flags
+    rate = theirs.turn(TURN)
+    say(job.name, [f"the AMP loop trains on {job.rate(rate)}, MFU {percent(share_of_bf16(rate * flops.total))}"])
+    keep({"amp_loop": {"samples_per_second": rate, "mfu": share_of_bf16(rate * flops.total)}})
     run = tuned(job, techniques, budget)
     ours = Lane("flatout", steps_of(run))
     ours.turn(TURN)
@@ -122,8 +128,8 @@ def compare(
         on_the_gpu(watched),
         str(run.verdict),
     ]
-    keep(job.name, figures, goals(figures))
-    say(job.name, lines)
+    keep(figures | {"goals": as_figures(goals(figures))})
+    say(job.name, [*lines, *map(str, goals(figures))])
 
     with closing([theirs, ours]):
         rates = take_turns([theirs, ours], ROUNDS, TURN)
@@ -135,7 +141,7 @@ def compare(
         "samples_per_second_by_turns": rates,
         "amp_loop": {"samples_per_second": rate, "mfu": share_of_bf16(rate * flops.total)},
     }
-    benchmark.extra_info |= keep(job.name, figures, goals(figures))
+    keep(figures | {"goals": as_figures(goals(figures))})
     theirs_mfu = percent(figures["amp_loop"]["mfu"])
     line = f"{times:.2f} times the AMP loop by turns: that trains on {job.rate(rate)}, MFU {theirs_mfu}"
     say(f"{job.name}, beside the tutorials' loop", [line, *map(str, goals(figures))])
@@ -149,16 +155,23 @@ def busy(figures: dict[str, Any]) -> Goal:
     return Goal("NVML's utilization", figures["alone"]["utilization"], 0.95, percent=True)
 
 
-def test_seed_mlp(benchmark: Any) -> None:
+def test_seed_mlp(benchmark: Any, keep: Keep) -> None:
     """Train the perceptron. Goal: three times the speed of its tutorial's loop."""
     compare(
         seed_mlp(),
         benchmark,
+        keep,
         lambda figures: [Goal("times its own AMP loop", figures.get("times_amp_loop"), 3.0), busy(figures)],
     )
 
 
-def test_wide_gpt(benchmark: Any) -> None:
+def test_gpt2(benchmark: Any, keep: Keep) -> None:
+    """Train 124 million parameters, with TF32 on from the start, as in nanoGPT. Goal: 45 % MFU."""
+    torch.set_float32_matmul_precision("high")
+    compare(gpt2(), benchmark, keep, lambda figures: [Goal("MFU", figures["mfu"], 0.45, percent=True), busy(figures)])
+
+
+def test_wide_gpt(benchmark: Any, keep: Keep) -> None:
     """Train layers as wide as those of a 7B model. Goal: 60 % MFU.
 
     A step takes a third of a second, so all techniques are forced and none is tried.
@@ -167,19 +180,14 @@ def test_wide_gpt(benchmark: Any) -> None:
     compare(
         wide_gpt(),
         benchmark,
+        keep,
         lambda figures: [Goal("MFU", figures["mfu"], 0.60, percent=True), busy(figures)],
         {"precision": "bf16", "fused_optimizer": True, "compile": "default"},
         budget=0,
     )
 
 
-def test_gpt2(benchmark: Any) -> None:
-    """Train 124 million parameters, with TF32 on from the start, as in nanoGPT. Goal: 45 % MFU."""
-    torch.set_float32_matmul_precision("high")
-    compare(gpt2(), benchmark, lambda figures: [Goal("MFU", figures["mfu"], 0.45, percent=True), busy(figures)])
-
-
-def test_resnet50(benchmark: Any) -> None:
+def test_resnet50(benchmark: Any, keep: Keep) -> None:
     """Train ResNet-50. Goal: 3,300 images per second, which is 8 % MFU.
 
     Some texts claim an MFU of 60 to 80 %, but no known convolutional net reaches it.
@@ -187,6 +195,7 @@ def test_resnet50(benchmark: Any) -> None:
     compare(
         resnet50(),
         benchmark,
+        keep,
         lambda figures: [
             Goal("images/s", figures["samples_per_second"], 3300),
             Goal("MFU, of which 60 to 80 % are claimed for convolutional nets", figures["mfu"], 0.60, percent=True),

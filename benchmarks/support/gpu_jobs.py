@@ -1,4 +1,4 @@
-"""Jobs of benchmarks/optimize_gpu.py and case_study.py, in sizes for a GPU, and in small sizes for a test on a CPU."""
+"""Jobs of benchmarks/optimize_gpu.py and case_study.py, in sizes for a GPU, and in small sizes for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from support import scale
 from support.loops import DEVICE
 from support.scale import scaled
 from support.training_jobs import Images
@@ -87,7 +88,7 @@ class Convolutional:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all jobs on one kind of device.
+    """Sizes of all jobs.
 
     Attributes:
         perceptron: number of inputs, hidden features, and samples of a batch.
@@ -106,24 +107,27 @@ class Sizes:
     resnet50: Convolutional
 
 
-SIZES = {
-    "cuda": Sizes(
-        perceptron=(1024, 2048, 512),
-        case_study=Transformer(24, 16, 1024, 1024, 50304, 4),
-        workers=4,
-        gpt2=Transformer(12, 12, 768, 1024, 50304, 32),
-        wide=Transformer(4, 32, 4096, 2048, 32000, 16),
-        resnet50=Convolutional((3, 4, 6, 3), 64, 224, 256),
-    ),
-    "cpu": Sizes(
+def sizes() -> Sizes:
+    """Return the sizes for this device. Small runs have the same sizes on all devices."""
+    if DEVICE.type == "cuda" and scale.full:
+        # A wide step on 16 sequences takes 75 GB beside the second training of the same job.
+        has_much = torch.cuda.get_device_properties(DEVICE).total_memory > 100e9
+        return Sizes(
+            perceptron=(1024, 2048, 512),
+            case_study=Transformer(24, 16, 1024, 1024, 50304, 4),
+            workers=4,
+            gpt2=Transformer(12, 12, 768, 1024, 50304, 32),
+            wide=Transformer(4, 32, 4096, 2048, 32000, 16 if has_much else 8),
+            resnet50=Convolutional((3, 4, 6, 3), 64, 224, 256),
+        )
+    return Sizes(
         perceptron=(64, 128, 32),
         case_study=scaled(Transformer(4, 4, 128, 128, 4096, 8), Transformer(1, 2, 32, 32, 1024, 4)),
         workers=1,
         gpt2=Transformer(2, 2, 32, 32, 512, 4),
         wide=Transformer(1, 2, 64, 32, 256, 2),
         resnet50=Convolutional((1, 1, 1, 1), 8, 64, 4),
-    ),
-}
+    )
 
 
 # ---- models ------------------------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 # ---- jobs --------------------------------------------------------------------------------------------------
 
-SIZE = SIZES[DEVICE.type]
+SIZE = sizes()
 
 
 def seed_mlp() -> GpuJob:

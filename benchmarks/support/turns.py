@@ -113,13 +113,26 @@ class LaneApart:
 Rates = dict[str, list[float]]
 
 
-def take_turns(lanes: Sequence[Lane | LaneApart], rounds: int, seconds: float) -> Rates:
-    """Return the samples per second of each lane in each round. Each round has a new random order."""
+def take_turns(
+    lanes: Sequence[Lane | LaneApart],
+    rounds: int,
+    seconds: float,
+    after_round: Callable[[Rates], object] = lambda rates: None,
+) -> Rates:
+    """Return the samples per second of each lane in each round. Each round has a new random order.
+
+    Args:
+        lanes: the lanes.
+        rounds: number of turns of each lane.
+        seconds: duration of a turn.
+        after_round: receives the rates so far after each round.
+    """
     rates: Rates = {lane.name: [] for lane in lanes}
     order = random.Random(0)
     for _ in range(rounds):
         for lane in order.sample(lanes, len(lanes)):
             rates[lane.name].append(lane.turn(seconds))
+        after_round(rates)
     return rates
 
 
