@@ -8,7 +8,7 @@
 #   ARGS    arguments for pytest, the demo or the notebooks:  make test ARGS="-k mfu -x",  make demo ARGS="--json out.json"
 #   OUT     output folder of gpu-check
 #   WHEELS  folder of wheels for gpu-check, which never downloads
-#   PHASES  phases of gpu-check instead of the default ones:  make gpu-check PHASES="build optimize_gpu"
+#   PHASES  stages or phases of gpu-check instead of all stages:  make gpu-check PHASES=figures
 PYTHON ?= python3
 TORCH ?= 2.14.1
 TORCHES ?= 2.11.0 2.13.0 2.14.1
@@ -267,8 +267,8 @@ test-torches: $(TORCHES:%=test-torch-%)
 # ---- on a machine with a GPU -------------------------------------------------------------------------------
 
 gpu-check:
-	PYTHON='$(PYTHON)' OUT='$(OUT)' PHASES='$(PHASES)' ARGS='$(ARGS)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' \
-	  bash tools/gpu_check.sh
+	OUT='$(OUT)' PHASES='$(PHASES)' WHEELS='$(WHEELS)' ARCHS='$(if $(filter file,$(origin ARCHS)),,$(ARCHS))' \
+	  $(PYTHON) tools/gpu_check.py
 
 # Removes everything that the targets above make, including environments.
 clean:

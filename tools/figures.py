@@ -104,10 +104,10 @@ class Table:
     against: str = ""
 
 
-def measured(benchmark: str) -> list[Measured]:
-    """Return the results of a benchmark from all machines, the newest first."""
+def measured(benchmark: str, folder: Path | None = None) -> list[Measured]:
+    """Return the results of a benchmark from all machines with files in a folder, the newest first."""
     found = []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted((folder or RESULTS).glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         entry = content.get("benchmarks", {}).get(benchmark)
         if entry is not None:
@@ -190,19 +190,23 @@ def _scripts_bars(results: Results) -> Iterator[Bar]:
 CASES = {
     "fp32_in_1": ("float32, one tensor", "torch fused", "flatout lazy"),
     "fp32_in_100": ("float32, 100 tensors", "torch fused", "flatout lazy"),
+    "fp32_in_gpt2": ("float32, GPT-2's 148 tensors", "torch fused", "flatout lazy"),
     "fp32_in_2000_small": ("float32, 2,000 tensors of 512", "torch fused", "flatout lazy"),
     "plain_in_1": ("float32, one tensor, without clipping", "torch fused", "flatout plain"),
     "plain_in_100": ("float32, 100 tensors, without clipping", "torch fused", "flatout plain"),
     "plain_in_2000_small": ("float32, 2,000 tensors of 512, without clipping", "torch fused", "flatout plain"),
     "bf16_in_100": ("bfloat16 with float32 masters, 100 tensors", "torch fused + cast", "flatout, float32 masters"),
+    "bf16_in_100-cuda": ("bfloat16 with 16-bit remainders, 100 tensors", "torch fused + cast", "flatout, remainder"),
+    "pure_bf16_in_100": ("bfloat16 alone, 100 tensors, without clipping", "torch fused", "flatout"),
+    "pure_bf16_clipped_in_100": ("bfloat16 alone, 100 tensors", "torch fused", "flatout lazy"),
 }
-"""Title, the contender of torch and ours, by the case of benchmarks/update_path.py."""
+"""Title, the contender of torch and ours, by the case of benchmarks/update_path.py, or by case and device."""
 
 
 def _updates(results: Results) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], float]]:
     for test, each in of(results, "test_update"):
         name, _, device = parameter(test.partition(",")[0]).rpartition("-")
-        text, theirs, ours = CASES[name]
+        text, theirs, ours = CASES.get(f"{name}-{device}", CASES[name])
         where = "" if device == "cpu" else f", {device}"
         again = test.partition("],")[2]
         label = f"{text}{where}{',' if again else ''}{again}"
@@ -213,12 +217,87 @@ def _update_path_rows(results: Results) -> Iterator[Row]:
     for label, theirs, ours, copy in _updates(results):
         speed = f"{ours['GB/s']:.0f} of {copy:.0f} GB/s"
         ratio = between(ours["ratio_median"], *ours["ratio_quartiles"])
-        yield label, f"{theirs['ms_median']:.1f} ms", f"{ours['ms_median']:.1f} ms", ratio, speed
+        yield label, f"{theirs['ms_median']:.3g} ms", f"{ours['ms_median']:.3g} ms", ratio, speed
 
 
 def _update_path_bars(results: Results) -> Iterator[Bar]:
     for label, _, ours, _ in _updates(results):
         yield Bar(label, ours["ratio_median"], *ours["ratio_quartiles"])
+
+
+def _host_time_rows(results: Results) -> Iterator[Row]:
+    for test, each in of(results, "test_host_time_on_cuda"):
+        for name in ("torch fused", "flatout lazy", "flatout lazy, replayed"):
+            row = each[name]
+            seconds = (f"{1e3 * row[clock]:.0f} µs" for clock in ("host_ms_median", "device_ms_median"))
+            yield f"{parameter(test)} tensors, {name}", *seconds, times(row["ratio"])
+
+
+def _kernel_rows(results: Results) -> Iterator[Row]:
+    for name, each in results["test_kernels"].items():
+        if not isinstance(each, dict):
+            continue
+        update = f"{each['ms']:.3f} ms, {each['of_copy']:.0%}"
+        for kernel in each.get("kernels", []) or [None]:
+            found = ("", "", "", "") if kernel is None else _kernel_cells(kernel)
+            yield name, update, *found
+
+
+def _kernel_cells(kernel: dict[str, Any]) -> Row:
+    shares = ("" if kernel[share] is None else f"{kernel[share]:.0%}" for share in ("of_dram", "warps"))
+    return kernel["name"].partition("<")[0], f"{1e3 * kernel['seconds']:.3f} ms", *shares
+
+
+def _step_variants_rows(results: Results) -> Iterator[Row]:
+    for variant, each in results["test_variants"].items():
+        if isinstance(each, dict):
+            yield variant, *(f"{each[name]['ms']:.3f} ms, {each[name]['of_copy']:.0%}" for name in STORAGES)
+
+
+STORAGES = ("float32", "bfloat16", "bfloat16, float32 moments", "bfloat16, remainder")
+"""Storages of a step that benchmarks/step_variants.py times."""
+
+GPU_JOBS = {
+    "test_seed_mlp": "perceptron 1024-2048-1024",
+    "test_gpt2": "GPT-2, 124 M parameters",
+    "test_wide_gpt": "GPT as wide as 7B",
+    "test_resnet50": "ResNet-50",
+}
+
+
+def _optimize_gpu_rows(results: Results) -> Iterator[Row]:
+    for test, text in GPU_JOBS.items():
+        each = results.get(test, {})
+        if "samples_per_second" in each:  # a run that was cut has the figures of torch's loop only
+            rate = f"{each['samples_per_second'] * each['units_per_sample']:,.0f} {each['unit']}/s"
+            measured_shares = (each["mfu"], each["alone"]["utilization"], each["alone"]["tensor_active"])
+            shares = ("" if share is None else f"{share:.1%}" for share in measured_shares)
+            yield text, rate, *shares, times(each["times_amp_loop"]) if "times_amp_loop" in each else ""
+
+
+def _data_path_gpu_rows(results: Results) -> Iterator[Row]:
+    copies = results.get("test_copies_to_the_device")
+    if copies:
+        rates = copies["gigabytes_per_second"]
+        others = ", ".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items() if name != "flatout")
+        yield "copies to the device", f"{rates['flatout']:.1f} GB/s", others
+    training = results.get("test_resnet50_from_memory")
+    if training:
+        yield (
+            "ResNet-50 from memory",
+            f"{training['images_per_second']:,.0f} images/s",
+            f"stall {training['stall']:.1%}",
+        )
+    resident = results.get("test_data_on_the_device")
+    if resident:
+        yield "images on the device", times(resident["ratio"]), "DataLoader: 1×"
+
+
+def _normalize_rows(results: Results) -> Iterator[Row]:
+    for test, each in of(results, "test_normalize"):
+        low, high = each["ratio_quartiles"]
+        of_peak = "" if each["of_peak"] is None else f"{each['of_peak']:.0%}"
+        yield parameter(test), between(each["ratio_median"], low, high), f"{each['of_copy']:.0%}", of_peak
 
 
 def _demo_jobs_rows(results: Results) -> Iterator[Row]:
@@ -326,7 +405,7 @@ def _checkpoints_rows(results: Results) -> Iterator[Row]:
 
 
 def _counting_rows(results: Results) -> Iterator[Row]:
-    for name, each in results["test_host_time_within_training"].items():
+    for name, each in results.get("test_host_time_within_training", {}).items():
         if isinstance(each, dict):
             yield name, f"{each['us']:.1f} µs", f"{100 * each['share of 5 ms']:.2f} %"
 
@@ -340,8 +419,8 @@ def _perceptron_rows(results: Results) -> Iterator[Row]:
     each = results["test_perceptron"]
     seconds = next(values for name, values in each.items() if name.startswith("seconds of"))
     for name, value in seconds.items():
-        ratio = each["times as fast"].get(f"{name} / float32")
-        yield name, f"{value:.1f} s", between(*ratio) if ratio else ""
+        ratio = each.get("times as fast", {}).get(f"{name} / float32")
+        yield name, f"{value:.3g} s", between(*ratio) if ratio else ""
 
 
 def _torchscript_rows(results: Results) -> Iterator[Row]:
@@ -350,7 +429,7 @@ def _torchscript_rows(results: Results) -> Iterator[Row]:
 
 
 def _workers_rows(results: Results) -> Iterator[Row]:
-    rates = results["test_loader"]["batches per second"]
+    rates = results.get("test_loader", {}).get("batches per second", {})
     for name, rate in rates.items():
         yield name, f"{rate:.1f} /s", times(rate / rates["0 workers"])
 
@@ -396,6 +475,24 @@ TABLES = {
         _update_path_rows,
         _update_path_bars,
         "torch's fused AdamW with unscale and clip",
+    ),
+    "host_time": Table(
+        "update_path", ("tensors of 512", "host", "device", "speed on the host against torch fused"), _host_time_rows
+    ),
+    "kernel_times": Table(
+        "kernel_times",
+        ("clipped update", "time, share of copy", "kernel", "time", "peak of memory", "warps"),
+        _kernel_rows,
+    ),
+    "step_variants": Table("step_variants", ("step", *STORAGES), _step_variants_rows),
+    "optimize_gpu": Table(
+        "optimize_gpu",
+        ("job", "flatout", "MFU", "GPU busy", "tensor cores", "against the AMP loop"),
+        _optimize_gpu_rows,
+    ),
+    "data_path_gpu": Table("data_path_gpu", ("path", "flatout", "beside it"), _data_path_gpu_rows),
+    "normalize": Table(
+        "normalize_images", ("images", "speed against torch", "of copy", "of the peak of memory"), _normalize_rows
     ),
     "epochs": Table(
         "data_path",
@@ -465,13 +562,11 @@ def markdown(columns: Row, rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def table(name: str) -> str:
+def table(name: str, folder: Path | None = None) -> str:
     """Return a table for each machine that has measured the benchmark, with its origin above."""
     found = TABLES[name]
-    return "\n".join(
-        f"{each.origin}\n\n{markdown(found.columns, list(found.rows(each.results)))}"
-        for each in measured(found.benchmark)
-    )
+    made = [(each.origin, list(found.rows(each.results))) for each in measured(found.benchmark, folder)]
+    return "\n".join(f"{origin}\n\n{markdown(found.columns, rows)}" for origin, rows in made if rows)
 
 
 def files() -> str:
@@ -490,8 +585,8 @@ def highlights() -> str:
     """Return the results of the README."""
     rows = []
 
-    def add(claim: str, benchmark: str, result: Callable[[Results], str]) -> None:
-        newest = measured(benchmark)[0]
+    def add(claim: str, benchmark: str, result: Callable[[Results], str], test: str = "") -> None:
+        newest = next(each for each in measured(benchmark) if not test or test in each.results)
         rows.append((claim, result(newest.results), f"{newest.machine}, `pytest benchmarks/{benchmark}.py --full`"))
 
     def of_scripts(results: Results) -> str:
@@ -502,8 +597,10 @@ def highlights() -> str:
         ratios = [bar.ratio for bar in _optimize_bars(results)]
         return f"{mean(ratios)} ({times(min(ratios))} to {times(max(ratios))})"
 
+    cpu_update = "test_update[fp32_in_1-cpu]"
+
     def of_update(results: Results) -> str:
-        ours = results["test_update[fp32_in_1-cpu]"]["flatout lazy"]
+        ours = results[cpu_update]["flatout lazy"]
         return between(ours["ratio_median"], *ours["ratio_quartiles"])
 
     def of_epochs(results: Results) -> str:
@@ -515,7 +612,8 @@ def highlights() -> str:
         "optimize",
         of_optimize,
     )
-    add("unscale + clip + AdamW against torch's fused, 32 M parameters in one tensor", "update_path", of_update)
+    claim = "unscale + clip + AdamW against torch's fused, 32 M parameters in one tensor"
+    add(claim, "update_path", of_update, cpu_update)
     add("shuffled images of 3×32×32 bytes in memory, against the best DataLoader setting", "data_path", of_epochs)
     return markdown(("claim", "result", "machine, command"), rows)
 
