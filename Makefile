@@ -69,7 +69,8 @@ test-kernels: configure-emulated
 	$(EMULATED_KERNELS)
 	$(EMULATED_KERNELS)_asan --small
 
-# tests/gpu and tests/emulated_cuda on emulated devices. torch's CPU kernels replace its CUDA kernels.
+# tests/gpu, tests/emulated_cuda and the benchmarks of gpu-check on emulated devices. torch's CPU kernels replace its
+# CUDA kernels.
 #   make test-emulated ARGS="--seeds 1 2 3 --orders lazy"
 #   make test-emulated ARGS=mutants      plants bugs, one at a time. Each must be found
 build-emulated: configure-emulated $(VENV)/.native $(VENV)/.dev

@@ -31,6 +31,14 @@ def step_variants(benchmarks: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("step_variants")
 
 
+def test_the_tensors_of_gpt2_are_all_there(benchmarks: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    update_path = importlib.import_module("update_path")
+    monkeypatch.setattr("support.scale.full", True)
+    sizes = update_path.gpt2("cuda")
+    assert len(sizes) == 148
+    assert sum(sizes) == 124_439_808  # as in transformers
+
+
 COLUMNS = (
     "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size",
     "Device", "CC", "Section Name", "Metric Name", "Metric Unit", "Metric Value",
