@@ -190,6 +190,12 @@ def test_later_phases_need_only_the_build(
     assert content["environment"]["architectures"] == "90a-real"
 
 
+def test_an_unknown_phase_is_refused_before_anything_runs(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASES", "build speed")
+    assert check.main() == 2
+    assert not (whole / "results.json").exists()
+
+
 def test_a_machine_without_a_gpu_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "probe", lambda: {"gpu": "none"})
     assert check.main() == 2

@@ -386,7 +386,11 @@ class Report:
 def main() -> int:
     """Run the phases, print their results, and return the exit status."""
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check").resolve()
-    phases = chosen((os.environ.get("PHASES") or " ".join(STAGES)).split())
+    try:
+        phases = chosen((os.environ.get("PHASES") or " ".join(STAGES)).split())
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     # A shell may start its background jobs with interrupts ignored, and commands would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
