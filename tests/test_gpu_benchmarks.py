@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from flatout.monitor import Sample
 from tests.docs.pages import ROOT, tool
+from tests.monitor.monitor_sample import h100, t4, whole
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,44 @@ def kernel_times(benchmarks: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def step_variants(benchmarks: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("step_variants")
+
+
+class SeenGpus:
+    """Sampler of a machine with two GPUs, which takes a sample when asked."""
+
+    see: Callable[[Sample], object]
+
+    def __init__(self, see: Callable[[Sample], object], interval: float) -> None:
+        SeenGpus.see = see
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_figures_of_a_loop_alone_are_those_of_its_gpu(
+    benchmarks: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = importlib.import_module("support.turns")
+    monkeypatch.setattr(turns, "Sampler", SeenGpus)
+    monkeypatch.setattr(turns, "SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(time=itertools.count().__next__))
+    device = torch.cuda.current_device() if turns.DEVICE.type == "cuda" else None
+
+    class Lane:
+        def turn(self, seconds: float) -> float:
+            for watts in (648.0, 650.0):
+                gpu = replace(h100(), cuda_index=device, power_watts=watts)
+                SeenGpus.see(replace(whole(), time=0.5, gpus=(gpu, replace(t4(), cuda_index=7))))
+            return 100.0
+
+    found = turns.alone(Lane(), 1.0)
+    assert found.samples_per_second == 100.0
+    assert (found.utilization, found.tensor_active) == (pytest.approx(0.98), pytest.approx(0.478))
+    assert (found.power_watts, found.sm_clock_mhz, found.throttle) == (649.0, 1755, ("power limit",))
+    assert found.no_gpu is None
 
 
 def test_the_tensors_of_gpt2_are_all_there(benchmarks: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch) -> None:
