@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -233,6 +234,19 @@ def test_thousands_of_tensors_need_several_launches():
     assert all(s["step"].item() == 1 for s in optimizer.state.values())
 
 
+def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Run a step on a side stream, and return a graph of the next one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
 def test_an_update_in_a_cuda_graph():
     p, q = (torch.nn.Parameter(torch.ones(1000, device="cuda")) for _ in range(2))
     lr = torch.tensor(0.1, device="cuda")
@@ -243,15 +257,8 @@ def test_an_update_in_a_cuda_graph():
     def one(optimizer):
         update(optimizer, inv_scale=inv_scale, max_grad_norm=1.0)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        one(graphed)
-    torch.cuda.current_stream().wait_stream(stream)
+    graph = captured(lambda: one(graphed))
     one(eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one(graphed)
     for step in range(4):
         value = float("inf") if step == 2 else 1.0 + step
         p.grad.fill_(value), q.grad.fill_(value)
@@ -260,6 +267,48 @@ def test_an_update_in_a_cuda_graph():
         one(eager)
     torch.testing.assert_close(p, q)
     assert graphed.state[p]["step"].item() == 4
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion"])
+def test_a_graph_with_a_learning_rate_of_the_host_is_refused_as_in_torch(name):
+    """A schedule would have no effect on replays."""
+    p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    p.grad = torch.ones_like(p)
+    optimizer = getattr(fo, name)([p], lr=0.1)
+    with pytest.raises(RuntimeError, match="for an instance of .* but param_groups' capturable is False"):
+        captured(optimizer.step)
+    optimizer.param_groups[0]["capturable"] = True
+    graph, before = captured(optimizer.step), p.detach().clone()
+    graph.replay()
+    assert not torch.equal(p, before)
+
+
+def test_a_graph_of_sgd_warns_of_its_constants():
+    """torch.optim.SGD has no option ``capturable``, and is captured with its numbers."""
+    p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    p.grad = torch.ones_like(p)
+    with pytest.warns(RuntimeWarning, match="repeats lr=0.25"):
+        captured(fo.SGD([p], lr=0.25).step).replay()
+    assert (p == 0.5).all()
+
+
+@pytest.mark.parametrize("master_weights", ["float32", "remainder"])
+def test_replays_see_what_is_written_to_16_bit_parameters(master_weights):
+    p, q = (torch.nn.Parameter(torch.ones(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(2))
+    options = {"lr": torch.tensor(0.1, device="cuda"), "master_weights": master_weights}
+    graphed, eager = fo.AdamW([p], **options), fo.AdamW([q], **options)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    graph = captured(graphed.step)
+    eager.step()
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad():
+                p[::2] = q[::2] = 4.0
+        graph.replay()
+        eager.step()
+    assert (p[::2] > 3).all()
+    assert torch.equal(p, q)
 
 
 def test_a_graph_that_reads_the_scale_sees_every_new_one():
@@ -289,7 +338,8 @@ def test_a_graph_that_reads_the_scale_sees_every_new_one():
 
 def test_a_captured_update_changes_the_scale_in_every_replay():
     p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
-    optimizer, scaler = fo.SGD([p], lr=1.0), GradScaler("cuda", init_scale=8.0, growth_interval=2)
+    optimizer = fo.SGD([p], lr=torch.tensor(1.0, device="cuda"))
+    scaler = GradScaler("cuda", init_scale=8.0, growth_interval=2)
     p.grad = torch.full_like(p, 4.0)
 
     def one() -> None:
@@ -297,14 +347,7 @@ def test_a_captured_update_changes_the_scale_in_every_replay():
         scaler.update()
 
     scaler.scale(torch.ones((), device="cuda"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        one()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one()
+    graph = captured(one)
     assert scaler.keeps_scale_in_place
     scales, skips = [], []
     for value in (4.0, math.inf, 4.0, 4.0):

@@ -39,19 +39,21 @@ class AdamW(_NativeAdam, torch.optim.AdamW):
     """Equals ``torch.optim.AdamW`` with the same arguments, in one pass over memory.
 
     The arithmetic is in float32, or in float64 for float64 parameters. Results are rounded once, when parameters and
-    moments are stored. ``capturable``, ``foreach`` and ``fused`` are accepted and do not change the update.
-    ``differentiable`` must be False. State keys and ``state_dict`` are torch's. During training, ``step`` counts are on
-    the device of the parameters. DTensors (``fully_shard``, tensor parallel) are updated in place, with DTensors as
-    state.
+    moments are stored. ``foreach`` and ``fused`` are accepted and do not change the update. ``differentiable`` must be
+    False. State keys and ``state_dict`` are torch's. During training, ``step`` counts are on the device of the
+    parameters. DTensors (``fully_shard``, tensor parallel) are updated in place, with DTensors as state.
+
+    A CUDA graph of ``step`` requires a learning rate that is a CUDA tensor, or ``capturable=True``. As in torch, each
+    replay repeats all numbers of the capture, and reads a tensor again.
 
     The following options are additional. They apply to the optimizer or to one param group.
 
     Args:
         master_weights: ``"float32"`` keeps a float32 weight for each 16-bit parameter. The parameter is this weight,
             rounded. An in-place write to a parameter, as by ``p.copy_`` under ``torch.no_grad()``, also changes the
-            weight. A write through ``p.data`` cannot be detected, and is lost. ``"remainder"`` keeps only the 16 bits
-            that a bfloat16 parameter lacks (12 bytes per parameter with float32 moments), and refuses float16
-            parameters. Parameters with more than 16 bits have no master weights.
+            weight, between replays of a CUDA graph too. A write through ``p.data`` cannot be detected, and is lost.
+            ``"remainder"`` keeps only the 16 bits that a bfloat16 parameter lacks (12 bytes per parameter with float32
+            moments), and refuses float16 parameters. Parameters with more than 16 bits have no master weights.
         moment_dtype: dtype of the moments. None: the dtype of the parameter, or float32 with master weights. Moments of
             float64 and complex parameters always have the dtype of the parameter. ``torch.uint8`` stores one byte per
             element, by the block-wise dynamic quantization of Dettmers et al., "8-bit Optimizers via Block-wise

@@ -293,12 +293,15 @@ class Bucket:
         parts = list(map(dtensor.local, self._params)) if self._distributed else []
         return list(map(_versions, self._params + parts))
 
-    def refresh_masters(self) -> None:
+    def refresh_masters(self, always: bool) -> None:
         """Copy parameters to their masters where they differ, after other code has written a parameter.
 
         ``model.load_state_dict`` is an example of such code.
+
+        Args:
+            always: True to copy even if the versions of the parameters show no write.
         """
-        if self._masters and self._seen() != self._versions:
+        if self._masters and (always or self._seen() != self._versions):
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
             for master, leader in zip(self._masters, map(_real, self._leaders), strict=True):

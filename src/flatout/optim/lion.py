@@ -90,7 +90,8 @@ class Lion(NativeStep, _TorchLion):
         betas: coefficients of the direction of the step, and of the momentum that is kept.
         weight_decay: decoupled weight decay.
         maximize: maximize the objective instead of minimizing it.
-        foreach, capturable, fused: accepted as in ``torch.optim``. They do not change the update.
+        foreach, fused: accepted as in ``torch.optim``. They do not change the update.
+        capturable: see :class:`flatout.optim.AdamW`.
         differentiable: must be False.
 
     For the additional options see :class:`flatout.optim.AdamW`.

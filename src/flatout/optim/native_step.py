@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,7 +126,8 @@ class NativeStep(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter overlaps itself (``expand``), or the options do not fit a parameter.
             RuntimeError: an additional option is set, and the native kernels do not accept a parameter, a gradient or
-                an option. Or the parameters hold their averages (:meth:`flatout.optim.Averages.swap`).
+                an option. Or the parameters hold their averages (:meth:`flatout.optim.Averages.swap`). Or a CUDA graph
+                is captured without ``capturable=True``.
             torch.OutOfMemoryError: memory ran out before the first change, so ``step`` can be called again.
             PartialUpdateError: memory ran out after some parameters, state or gradients had changed.
         """
@@ -169,8 +171,10 @@ class NativeStep(torch.optim.Optimizer):
         self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
     ) -> None:
         scalars = [self._scalars(bucket, factor, found_inf) | {"unscale_grads": unscales} for bucket in ready]
+        # Each replay must see the writes since the last replay, which only the device can do.
+        always = _is_capturing() and not getattr(self, "_detects_writes", False)
         for bucket in ready:
-            bucket.refresh_masters()
+            bucket.refresh_masters(always)
         # All memory is allocated now, except for the tables of CUDA launches, which are small and made once.
         for i, bucket in enumerate(ready):
             try:
@@ -201,11 +205,31 @@ class NativeStep(torch.optim.Optimizer):
             raise RuntimeError("step() inside optimizer.ema.swap(): the parameters hold their averages")
         if any(map(self._only_the_device_knows, self.param_groups)):
             return None
+        if _is_capturing():
+            self._check_capture()
         if "_plan" not in self.__dict__:
             self._plan = BucketPlan()
         # State that is created in inference mode cannot be written outside of this mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._plan.ready(self)
+
+    def _check_capture(self) -> None:
+        """Reject a capture in which the learning rate is a number, as torch does without ``capturable=True``.
+
+        torch captures SGD, which has no such option, without a word. So SGD warns.
+        """
+        for group in self.param_groups:
+            lr = group["lr"]
+            if group.get("capturable") or (isinstance(lr, Tensor) and lr.device.type != "cpu"):
+                continue
+            constants = f"Each replay repeats lr={float(lr)}. If lr changes between replays, pass lr as a CUDA tensor"
+            name = type(self).__name__
+            if "capturable" in group:
+                raise RuntimeError(
+                    f"Attempting CUDA graph capture of step() for an instance of {name} but param_groups' capturable "
+                    f"is False. {constants}, else capturable=True"
+                )
+            warnings.warn(f"CUDA graph capture of {name}.step(). {constants}", RuntimeWarning, stacklevel=2)
 
     def _only_the_device_knows(self, group: dict[str, Any]) -> bool:
         """Return True if a number that the kernels take from the host lies on a device."""
@@ -385,6 +409,10 @@ class NativeStep(torch.optim.Optimizer):
             del entries[p]
         super().__setstate__(state)
         entries.update(extras)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:

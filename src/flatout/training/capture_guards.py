@@ -149,15 +149,20 @@ class LearningRates:
 
     @contextlib.contextmanager
     def lent(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Make the optimizer read its learning rates from the device, inside the block."""
+        """Make the optimizer read its learning rates from the device, inside the block.
+
+        The captured step then does not refresh master weights, because ``CaptureGuards.written`` detects writes.
+        """
         groups = optimizer.param_groups
         own = [group["lr"] for group in groups]
+        vars(optimizer)["_detects_writes"] = True
         try:
             for group, slot in zip(groups, self._slots, strict=True):
                 if not _is_on_device(group["lr"]):
                     group["lr"] = slot
             yield
         finally:
+            del vars(optimizer)["_detects_writes"]
             for group, rate in zip(groups, own, strict=True):
                 group["lr"] = rate
 
