@@ -18,8 +18,8 @@ from flatout.optim.options import StateLayout, compute_dtype
 
 _ops = torch.ops.flatout
 _versions = attrgetter("_version")
-_PART_SHIFT = 20
-"""Position of a part's number in the 32-bit key of random bits. The lower bits have the number of the parameter."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Distance between the seeds of two parts of DTensors: the odd constant of SplitMix64, so that all seeds differ."""
 
 READY, STALE, STRIDES, FOREIGN = range(4)
 """Results of ``set_grads``.
@@ -202,7 +202,6 @@ class Bucket:
         absmaxes = map(dynamic8.absmax_name, kind.streams if kind.layout.moments == torch.uint8 else ())
 
         leaders = list(map(_real, self._leaders))
-        part = 0 if self.ranks is None else self.ranks.part
         self._masters = entries("master")
         self._copies = entries("copy")
         self._versions: list[int] = []
@@ -214,7 +213,7 @@ class Bucket:
             [state["step"] for state in states] if kind.count_dtype else [],
             entries("ema"),
             leaders if self._masters else entries("remainder") or self._copies,
-            [position + (part << _PART_SHIFT) for position in positions],
+            positions,
         )
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
         self._which: list[int] = []
@@ -229,6 +228,10 @@ class Bucket:
     def _has_other_layout(self, i: int) -> bool:
         p, leader = dtensor.local(self._params[i]), dtensor.local(self._leaders[i])
         return p.shape != leader.shape or (gradients.is_dense(p) and p.stride() != leader.stride())
+
+    def seed(self, seed: int) -> int:
+        """Return the seed of this process's part of the parameters, for the optimizer's ``seed``."""
+        return seed if self.ranks is None else (seed + self.ranks.part * _SEED_STEP) % 2**63
 
     def set_grads(self, grads: list[Tensor | None]) -> int:
         """Pass the gradients of this bucket to the core, which keeps them until the step, and return a status.

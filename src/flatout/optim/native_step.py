@@ -194,7 +194,7 @@ class NativeStep(torch.optim.Optimizer):
             "weight_decay": float(group["weight_decay"]),
             "maximize": group["maximize"],
             "ema_decay": group.get("ema_decay") or 0.0,
-            "seed": (group.get("seed") or 0) if bucket.kind.seeded else None,
+            "seed": bucket.seed(group.get("seed") or 0) if bucket.kind.seeded else None,
             "grad_factor": gradients.on_device(factor, device),
             "found_inf": None if found_inf is None else gradients.move(found_inf, device, torch.float32),
         }
