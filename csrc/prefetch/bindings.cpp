@@ -56,7 +56,8 @@ std::size_t bytes_of(std::size_t count, std::size_t each) {
 // Frees a ring and its pinned memory. A free of pinned memory waits for the device.
 void delete_without_gil(Ring* ring) {
   std::optional<ReleaseGil> nogil;
-  if (PyGILState_Check() == 1) nogil.emplace();  // false on the stager's threads
+  PyThreadState* mine = PyGILState_GetThisThreadState();
+  if (mine != nullptr && mine == _PyThreadState_UncheckedGet()) nogil.emplace();
   delete ring;
 }
 
