@@ -3,10 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cache/bindings.h"
+#include "core/bindings.h"
 #include "core/cuda_versions.h"
-#include "mfu/bindings.h"
-#include "prefetch/bindings.h"
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Native, torch-free classes of flatout.";
@@ -18,6 +16,6 @@ PYBIND11_MODULE(_host, m) {
   m.def("cuda_versions", &flatout::cuda_versions);
   m.def("needed_driver", &flatout::needed_driver, pybind11::arg("runtime"));
   flatout::bind_mfu(m);
-  bind_prefetch(m);
-  bind_cache(m);
+  flatout::bind_prefetch(m);
+  flatout::bind_cache(m);
 }

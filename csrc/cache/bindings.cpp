@@ -1,5 +1,5 @@
 // bindings.cpp: bindings of RowStates for Python.
-#include "cache/bindings.h"
+#include "core/bindings.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace py = pybind11;
 
-void bind_cache(py::module_& module) {
-  using flatout::cache::RowStates;
+void flatout::bind_cache(py::module_& module) {
+  using cache::RowStates;
   using py::arg;
 
   py::class_<RowStates>(module, "RowStates", "One byte for each row of a table that processes share.")
@@ -30,5 +30,5 @@ void bind_cache(py::module_& module) {
       .def("complete", &RowStates::complete, arg("row"), "Mark a claimed row as written.")
       .def("give_up", &RowStates::give_up, arg("row"), "Mark a claimed row as never to be written.")
       .def("is_complete", &RowStates::is_complete, arg("row"));
-  flatout::refuse_unmade(module.attr("RowStates"));
+  refuse_unmade(module.attr("RowStates"));
 }

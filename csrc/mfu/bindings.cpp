@@ -1,5 +1,5 @@
 // bindings.cpp: bindings of the step counter and the profiler ranges for Python.
-#include "mfu/bindings.h"
+#include "core/bindings.h"
 
 #include <pybind11/stl.h>
 

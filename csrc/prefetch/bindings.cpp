@@ -1,6 +1,6 @@
 // bindings.cpp: bindings of Ring, Columns and Stager for Python. Waits release the GIL, and threads of the
 // stager run without the GIL.
-#include "prefetch/bindings.h"
+#include "core/bindings.h"
 
 #include <pybind11/stl.h>
 
@@ -53,7 +53,8 @@ std::size_t bytes_of(std::size_t count, std::size_t each) {
   return bytes;
 }
 
-// Frees a ring and its pinned memory. A free of pinned memory waits for the device.
+// Frees a ring and its pinned memory. A free of pinned memory waits for the device. The thread may have no
+// GIL. PyGILState_Check() cannot tell, because the result is always 1 after the first sub-interpreter.
 void delete_without_gil(Ring* ring) {
   std::optional<ReleaseGil> nogil;
   PyThreadState* mine = PyGILState_GetThisThreadState();
@@ -320,8 +321,8 @@ class PyStager {
 }  // namespace
 }  // namespace flatout::prefetch
 
-void bind_prefetch(py::module_& module) {
-  using namespace flatout::prefetch;
+void flatout::bind_prefetch(py::module_& module) {
+  using namespace prefetch;
   using py::arg;
 
   module.def("cuda_usable", &cuda::usable,
@@ -336,7 +337,7 @@ void bind_prefetch(py::module_& module) {
              return std::shared_ptr<Ring>(new Ring(device, max_idle), delete_without_gil);
            }),
            arg("device"), arg("max_idle") = std::numeric_limits<std::size_t>::max())
-      .def("clear", &Ring::clear, py::call_guard<flatout::ReleaseGil>(), "Free the idle buffers.")
+      .def("clear", &Ring::clear, py::call_guard<ReleaseGil>(), "Free the idle buffers.")
       .def_property_readonly("device", &Ring::device,
                              "Index of the GPU that the memory is pinned for; -1 for pageable memory.")
       .def_property_readonly("idle", &Ring::idle, "Number of buffers that wait for reuse.")
@@ -372,5 +373,5 @@ void bind_prefetch(py::module_& module) {
            "`pinned_direct`: pinned sources are not written again, so they need no staging.")
       .def("close", &PyStager::close, "End the threads. A second call does nothing.");
   for (const char* name : {"Ring", "Columns", "Batches", "Copied", "Stager"})
-    flatout::refuse_unmade(module.attr(name));
+    refuse_unmade(module.attr(name));
 }
