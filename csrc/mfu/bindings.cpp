@@ -7,7 +7,6 @@
 
 #include "core/nvtx.h"
 #include "core/unmade.h"
-#include "mfu/fast_call.h"
 #include "mfu/signature.h"
 #include "mfu/step_counter.h"
 #include "mfu/step_types.h"
@@ -27,6 +26,12 @@ using mfu::Work;
 // Returns nullopt, which is None in Python, for an unknown number.
 std::optional<double> known(double value) {
   return value == value ? std::optional<double>(value) : std::nullopt;
+}
+
+void finish(StepCounter& counter, StepTimer::Token token, std::int64_t samples, std::int64_t tokens,
+            std::optional<double> flops, std::optional<double> hardware_flops) {
+  counter.finish(token, samples, tokens, flops.value_or(mfu::kUnknown),
+                 hardware_flops.value_or(mfu::kUnknown));
 }
 
 void add(StepCounter& counter, double seconds, std::optional<double> gap, double waited, std::int64_t samples,
@@ -104,12 +109,13 @@ void bind_mfu(py::module_& m) {
       .def("pause", &StepCounter::pause)
       .def_property_readonly("step", &mfu::step_of)
       .def_property_readonly("phase", &mfu::phase_of)
-      .def_property_readonly("begin", &FastCall<&StepCounter::begin>::bind)
-      .def_property_readonly("mark", &FastCall<&StepCounter::mark>::bind)
-      .def_property_readonly("touch", &FastCall<&StepCounter::touch>::bind)
-      .def_property_readonly("finish", &FastCall<&StepCounter::finish>::bind)
-      .def_property_readonly("drop", &FastCall<&StepCounter::drop>::bind)
-      .def_property_readonly("waited", &FastCall<&StepCounter::waited>::bind)
+      .def("begin", &StepCounter::begin)
+      .def("mark", &StepCounter::mark, py::arg("token"), py::arg("phase"))
+      .def("touch", &StepCounter::touch, py::arg("token"))
+      .def("finish", &finish, py::arg("token"), py::arg("samples"), py::arg("tokens"), py::arg("flops"),
+           py::arg("hardware_flops"))
+      .def("drop", &StepCounter::drop, py::arg("token"))
+      .def("waited", &StepCounter::waited, py::arg("seconds"))
       .def("add", &add, py::arg("seconds"), py::arg("gap") = py::none(), py::arg("waited") = 0.0,
            py::arg("samples") = 0, py::arg("tokens") = 0, py::arg("flops") = py::none(),
            py::arg("hardware_flops") = py::none(), py::arg("phases") = py::none())

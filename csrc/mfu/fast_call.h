@@ -66,45 +66,4 @@ pybind11::object bind_to(PyMethodDef& definition, const pybind11::object& owner)
   return pybind11::reinterpret_steal<pybind11::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
 }
 
-template <auto method>
-struct FastCall;
-
-template <class Owner, class Result, class... Args, Result (Owner::*method)(Args...)>
-struct FastCall<method> {
-  // Returns the method, bound to `owner`, as the getter of a property.
-  static pybind11::object bind(const pybind11::object& owner) {
-    static PyMethodDef definition = {"method", as_method(call), METH_FASTCALL, nullptr};
-    return bind_to<Owner>(definition, owner);
-  }
-
- private:
-  static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    if (count > static_cast<Py_ssize_t>(sizeof...(Args))) {
-      PyErr_SetString(PyExc_TypeError, "too many arguments");
-      return nullptr;
-    }
-    return call(self, args, count, std::index_sequence_for<Args...>{});
-  }
-
-  template <std::size_t... I>
-  static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, std::index_sequence<I...>) {
-    auto* owner = static_cast<Owner*>(PyCapsule_GetPointer(self, nullptr));
-    const std::tuple<Args...> values{
-        from_python<Args>(static_cast<Py_ssize_t>(I) < count ? args[I] : nullptr)...};
-    if (PyErr_Occurred() != nullptr) return nullptr;
-    PyObject* result = nullptr;
-    without_throwing([&] {
-      if constexpr (std::is_void_v<Result>) {
-        (owner->*method)(std::get<I>(values)...);
-        result = Py_NewRef(Py_None);
-      } else if constexpr (std::is_same_v<Result, bool>) {
-        result = PyBool_FromLong((owner->*method)(std::get<I>(values)...));
-      } else {
-        result = PyLong_FromLongLong((owner->*method)(std::get<I>(values)...));
-      }
-    });
-    return result;
-  }
-};
-
 }  // namespace flatout
