@@ -1,11 +1,12 @@
 // signature.cpp: implementation of signature.h. This module does not use torch, so it reads tensors through
-// their Python attributes.
+// their Python attributes, or through DLPack.
 #include "mfu/signature.h"
 
 #include <cstdint>
 #include <vector>
 
 #include "mfu/fast_call.h"
+#include "prefetch/dlpack.h"
 
 namespace py = pybind11;
 
@@ -127,6 +128,41 @@ PyObject* signature(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 }  // namespace
+
+py::bytes optimizer_signature(const py::list& params, const py::list& tensors, const py::dict& state,
+                              const py::type& tensor_type) {
+  const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+  const auto* api = static_cast<const prefetch::dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw py::error_already_set();
+  while (api->version[0] != 1 && api->older != nullptr) api = api->older;
+  std::vector<std::int64_t> words;
+  words.reserve(params.size() + 10 * tensors.size());
+  const auto add = [&words](const void* address) {
+    words.push_back(reinterpret_cast<std::intptr_t>(address));
+  };
+  for (const py::handle param : params) add(param.ptr());
+  for (const py::handle tensor : tensors) {
+    if (PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) == 0)
+      throw py::type_error("tensors must hold tensors");
+    prefetch::dlpack::Tensor view{};
+    if (api->view(tensor.ptr(), &view) != 0) {  // without memory of its own
+      PyErr_Clear();
+      add(nullptr);
+      continue;
+    }
+    add(view.data);
+    words.push_back(std::int64_t{view.ndim} << 32 | view.dtype.code << 8 | view.dtype.bits);
+    words.insert(words.end(), view.shape, view.shape + view.ndim);
+    words.insert(words.end(), view.strides, view.strides + view.ndim);
+  }
+  for (const auto& [param, entry] : state) {
+    if (!PyDict_Check(entry.ptr())) continue;
+    Py_ssize_t position = 0;
+    for (PyObject* value = nullptr; PyDict_Next(entry.ptr(), &position, nullptr, &value) != 0;) add(value);
+  }
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(std::int64_t)};
+}
 
 py::object signature_function() {
   static PyMethodDef definition = {"signature", as_method(signature), METH_FASTCALL, nullptr};

@@ -1,14 +1,15 @@
 // bucket.cpp: the tensors of optimizer steps, which are checked once, and the operators on numbered buckets.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
-#include "optim/buckets.h"
 #include "optim/coded.h"
+#include "optim/step.h"
 
 namespace flatout {
 namespace {
@@ -33,6 +34,19 @@ TensorList aliases_of(const TensorList& tensors) {
     aliases.push_back(torch::stable::detail::to<Tensor>(stack[0]));
   }
   return aliases;
+}
+
+// Returns a copy of a gradient with the strides of its weight.
+Tensor copy_like(const Tensor& grad, const Tensor& weight) {
+  int32_t dtype = 0;
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(grad.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(weight.dim(), weight.sizes().data(),
+                                                  weight.strides().data(), dtype, device_type(weight),
+                                                  weight.get_device_index(), &made));
+  Tensor copy(made);
+  torch::stable::copy_(copy, grad);
+  return copy;
 }
 
 void check_steps(const TensorList& steps, const char* name, const TensorList& leader) {
@@ -178,17 +192,14 @@ Bucket::Fit Bucket::fit(const Tensor& grad, ScalarType dtype, std::size_t tensor
       grad.get_device_index() != device_)
     return Fit::kNotNative;
   const Tensor& weight = streams_[0].kept[tensor];
-  if (contiguous_[tensor] && grad.is_contiguous()) {
-    const auto sizes = grad.sizes(), expected = weight.sizes();
-    return sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin())
-               ? Fit::kReady
-               : Fit::kOtherStrides;
-  }
-  return same_layout(grad, weight) ? Fit::kReady : Fit::kOtherStrides;
+  const auto sizes = grad.sizes(), expected = weight.sizes();
+  if (sizes.size() != expected.size() || !std::equal(sizes.begin(), sizes.end(), expected.begin()))
+    return Fit::kNotNative;
+  return (contiguous_[tensor] && grad.is_contiguous()) || same_layout(grad, weight) ? Fit::kReady
+                                                                                    : Fit::kCopied;
 }
 
 Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& which) {
-  held_.clear();
   grads_.clear();
   if (grads.empty() && which.empty()) return Fit::kReady;
   const std::size_t count = which.empty() ? flat_.size() : which.size();
@@ -198,34 +209,33 @@ Bucket::Fit Bucket::set_grads(TensorList grads, const std::vector<int64_t>& whic
   if (dtype != compute_ && !(is_16_bit(dtype) && (narrow_ == dtype || narrow_ == ScalarType::Float)))
     return Fit::kNotNative;
   const std::size_t element_size = grads[0].element_size();
-  std::vector<FlatTensor> held;
-  held.reserve(count);
   Fit worst = Fit::kReady;
+  some_.clear();
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t at = which.empty() ? i : static_cast<std::size_t>(which[i]);
     STD_TORCH_CHECK(at < flat_.size() && (i == 0 || which.empty() || which[i] > which[i - 1]), "which[", i,
                     "] must be below ", flat_.size(), " and above the previous index, got ", at);
     const Fit here = fit(grads[i], dtype, at);
     if (here == Fit::kMoved || here == Fit::kNotNative) return here;
-    if (here == Fit::kOtherStrides) worst = here;
-    STD_TORCH_CHECK(here != Fit::kReady || has_memory(grads[i], flat_[at].numel, element_size), "grads[", i,
+    if (here == Fit::kCopied) {
+      grads[i] = copy_like(grads[i], streams_[0].kept[at]);
+      worst = here;
+    }
+    STD_TORCH_CHECK(has_memory(grads[i], flat_[at].numel, element_size), "grads[", i,
                     "] must have storage for ", flat_[at].numel, " elements. Resize its storage back");
-    held.push_back(flat_[at]);
-    held.back().address[1] = grads[i].data_ptr();
+    flat_[at].address[1] = grads[i].data_ptr();
+    if (!which.empty()) some_.push_back(flat_[at]);
   }
   grad_dtype_ = dtype;
-  if (worst == Fit::kReady) {
-    held_ = std::move(held);
-    grads_ = std::move(grads);
-    which_ = which;
-  }
+  grads_ = std::move(grads);
+  which_ = which;
   return worst;
 }
 
 void Bucket::add_grad_extents(std::vector<Extent>& extents) const {
   std::size_t size = 0;
   with_dtype(grad_dtype_, [&]<class T>(T*) { size = sizeof(T); });
-  for (const FlatTensor& tensor : held_) {
+  for (const FlatTensor& tensor : held()) {
     const auto begin = reinterpret_cast<uintptr_t>(tensor.address[1]);
     if (tensor.numel != 0) extents.push_back({begin, begin + tensor.numel * size});
   }
@@ -245,9 +255,8 @@ bool Bucket::are_apart(std::vector<Extent> extents) {
 
 void Bucket::step(const StepNumbers& numbers) {
   // The gradients are released even if the step throws.
-  const std::vector<FlatTensor> tensors = std::exchange(held_, {});
   const TensorList grads = std::exchange(grads_, {});
-  if (tensors.empty()) return;
+  if (grads.empty()) return;
   StepConfig config;
   config.lr = device_scalar(numbers.lr_tensor, "lr_tensor", leader(), numbers.lr);
   config.grad_factor = device_scalar(numbers.grad_factor, "grad_factor", leader(), 1);
@@ -262,7 +271,7 @@ void Bucket::step(const StepNumbers& numbers) {
   const ScalarType dtype = is_16_bit(grad_dtype_) ? grad_dtype_ : narrow_;
   STD_TORCH_CHECK(!config.stochastic || dtype == ScalarType::BFloat16,
                   "a seed rounds bfloat16 tensors stochastically, and there are none");
-  run(rule_, states_, dtype, storage(), config, numbers.options, tensors);
+  run(rule_, states_, dtype, storage(), config, numbers.options, chosen());
 }
 
 namespace {

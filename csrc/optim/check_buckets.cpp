@@ -1,7 +1,7 @@
 // check_buckets.cpp: checks of the gradients that are set in buckets.
 #include <torch/csrc/stable/library.h>
 
-#include "optim/buckets.h"
+#include "optim/step.h"
 
 namespace flatout {
 namespace {

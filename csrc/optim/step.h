@@ -2,7 +2,9 @@
 // then keeps plain data.
 #pragma once
 
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "core/tensors.h"
@@ -37,9 +39,9 @@ class Bucket {
   Bucket& operator=(const Bucket&) = delete;
   virtual ~Bucket() = default;
 
-  enum class Fit : uint8_t { kReady = 0, kMoved = 1, kOtherStrides = 2, kNotNative = 3 };
+  enum class Fit : uint8_t { kReady = 0, kMoved = 1, kCopied = 2, kNotNative = 3 };
   // Keeps the gradients alive until the step. An empty `which` means all weights. If both lists are empty,
-  // releases the gradients that are set.
+  // releases the gradients that are set. Copies gradients whose strides differ from those of their weights.
   Fit set_grads(TensorList grads, const std::vector<int64_t>& which);
   // Updates the weights whose gradients were set, and releases the gradients.
   void step(const StepNumbers& numbers);
@@ -54,7 +56,10 @@ class Bucket {
   bool are_apart(std::vector<Extent> extents);
 
   const Tensor& leader() const { return streams_[0].kept[0]; }
-  const std::vector<FlatTensor>& held() const { return held_; }
+  // The tensors whose gradients are set.
+  std::span<const FlatTensor> held() const {
+    return grads_.empty() ? std::span<const FlatTensor>() : chosen();
+  }
   // Indices of the tensors whose gradients were set last. Empty means all tensors.
   const std::vector<int64_t>& which() const { return which_; }
   ScalarType grad_dtype() const { return grad_dtype_; }
@@ -75,6 +80,7 @@ class Bucket {
   void add_stream(TensorList tensors, const char* name, int slot);
   bool has_moved(std::size_t tensor) const;
   Fit fit(const Tensor& grad, ScalarType dtype, std::size_t tensor) const;
+  const std::vector<FlatTensor>& chosen() const { return which_.empty() ? flat_ : some_; }
   // The 16-bit type among the streams, else the compute type.
   ScalarType narrowest_stream() const;
   Storage storage() const;
@@ -85,16 +91,28 @@ class Bucket {
   Low low_ = Low::kNone;
   std::vector<Stream> streams_;
   TensorList steps_, kept_steps_;
-  std::vector<FlatTensor> flat_;  // without gradients
+  std::vector<FlatTensor> flat_;  // all tensors
   std::vector<char> contiguous_;  // of the weights
-  std::vector<FlatTensor> held_;  // tensors whose gradients are set
-  TensorList grads_;              // of held_
-  std::vector<int64_t> which_;
+  TensorList grads_;              // the gradients that are set
+  std::vector<int64_t> which_;    // indices of their weights; empty: all
+  std::vector<FlatTensor> some_;  // tensors at these indices
   std::vector<Extent> apart_;
   ScalarType compute_;            // float64 for float64 weights, else float32
   ScalarType narrow_;             // the 16-bit type among the streams, else compute_
   int32_t device_type_, device_;  // device_: its index
   ScalarType grad_dtype_;
 };
+
+// Buckets by number, because arguments of operators cannot be C++ objects.
+int64_t keep_bucket(std::shared_ptr<Bucket> bucket);
+std::shared_ptr<Bucket> find_bucket(int64_t number);
+
+// The operator make_bucket, for the device of the bucket class B.
+template <class B>
+int64_t make_bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
+                    const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
+                    const TensorList& lows, const std::vector<int64_t>& ids) {
+  return keep_bucket(std::make_shared<B>(rule, weights, states, absmaxes, steps, averages, lows, ids));
+}
 
 }  // namespace flatout

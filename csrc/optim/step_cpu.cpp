@@ -3,7 +3,7 @@
 
 #include "core/cpu.h"
 #include "core/staging.h"
-#include "optim/buckets.h"
+#include "optim/step.h"
 
 namespace flatout {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "core/cuda_glue.h"
 #include "core/nvtx.h"
-#include "optim/buckets.h"
+#include "optim/step.h"
 #include "optim/step_launch.h"
 
 namespace flatout {

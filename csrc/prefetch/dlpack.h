@@ -1,5 +1,5 @@
-// dlpack.h: the structs of DLPack's C ABI (version 0.x, the "dltensor" capsule), which torch.from_dlpack
-// takes.
+// dlpack.h: the structs of DLPack's C ABI: the "dltensor" capsule (version 0.x), which torch.from_dlpack
+// takes, and the functions of torch.Tensor.__dlpack_c_exchange_api__ (version 1.3, torch >= 2.11).
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,13 @@ struct ManagedTensor {
   Tensor tensor;
   void* owner;
   void (*deleter)(ManagedTensor*);
+};
+
+struct ExchangeApi {
+  std::uint32_t version[2];  // major, minor
+  ExchangeApi* older;
+  void* unused[3];
+  int (*view)(void* py_object, Tensor* out);  // borrows; on failure, sets Python's error and returns -1
 };
 
 }  // namespace flatout::prefetch::dlpack

@@ -276,7 +276,7 @@ def test_a_graph_with_a_learning_rate_of_the_host_is_refused_as_in_torch(name):
     p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
     p.grad = torch.ones_like(p)
     optimizer = getattr(fo, name)([p], lr=0.1)
-    with pytest.raises(RuntimeError, match="for an instance of .* but param_groups' capturable is False"):
+    with pytest.raises(RuntimeError, match=r"for an instance of .* but param_groups' capturable is False"):
         captured(optimizer.step)
     optimizer.param_groups[0]["capturable"] = True
     graph, before = captured(optimizer.step), p.detach().clone()

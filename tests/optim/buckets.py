@@ -10,7 +10,7 @@ from torch import Tensor
 import flatout.optim  # noqa: F401  (loads the operators)
 
 ops = torch.ops.flatout
-READY, MOVED, OTHER_STRIDES, NOT_NATIVE = range(4)
+READY, MOVED, COPIED, NOT_NATIVE = range(4)
 """Results of ``set_grads``."""
 
 DEFAULTS: dict[str, Any] = dict(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optim.buckets import DEFAULTS, MOVED, NOT_NATIVE, OTHER_STRIDES, READY, ops, step_once
+from tests.optim.buckets import COPIED, DEFAULTS, MOVED, NOT_NATIVE, READY, ops, step_once
 
 NUMBERS = DEFAULTS | dict(lr=0.1)
 SHAPES = [(5,), (2, 3), (0,)]
@@ -150,8 +150,8 @@ def test_a_bucket_without_gradients_has_the_norm_zero(bucket):
 def test_a_bucket_notices_what_has_changed(bucket):
     number, (p, q), (a, _) = bucket
     grads = [torch.ones(4, 6), torch.ones(3)]
-    assert ops.set_grads(number, [torch.ones(6, 4).t(), grads[1]], []) == OTHER_STRIDES
-    assert ops.set_grads(number, [torch.ones(4, 6), torch.ones(5)], []) == OTHER_STRIDES
+    assert ops.set_grads(number, [torch.ones(6, 4), grads[1]], []) == NOT_NATIVE
+    assert ops.set_grads(number, [torch.ones(4, 6), torch.ones(5)], []) == NOT_NATIVE
     assert ops.set_grads(number, [grads[0].double(), grads[1].double()], []) == NOT_NATIVE
     assert ops.set_grads(number, [grads[0].int(), grads[1].int()], []) == NOT_NATIVE
     assert ops.set_grads(number, [grads[0], grads[1].half()], []) == NOT_NATIVE
@@ -166,6 +166,20 @@ def test_a_bucket_notices_what_has_changed(bucket):
     momentum_step(number)
     assert torch.allclose(q, torch.tensor(0.9))
     assert (p == 1).all(), "what had moved was not touched"
+
+
+@pytest.mark.parametrize("which", [[], [0]])
+def test_only_gradients_with_other_strides_are_copied(bucket, which):
+    number, (p, _), _ = bucket
+    lengthwise = torch.arange(24.0).view(6, 4)
+    grads = [lengthwise.t(), torch.ones(3)][: 1 if which else 2]
+    assert ops.set_grads(number, grads, which) == COPIED
+    lengthwise.zero_()
+    if not which:
+        grads[1].zero_()  # is read in place
+    assert ops.check_buckets([number], None, None)[1] == pytest.approx(torch.arange(24.0).norm().item())
+    momentum_step(number)
+    torch.testing.assert_close(p, 1 - 0.1 * torch.arange(24.0).view(6, 4).t())
 
 
 def test_a_bucket_of_one_16_bit_dtype_takes_no_gradients_of_the_other():

@@ -132,6 +132,18 @@ def signature(value: object, Tensor: type[Tensor], tensors_of: Callable[[Any], l
         tensors_of: lists the tensors of parts that are neither tensors nor tuples, lists, dicts, strings or numbers.
     """
 
+def optimizer_signature(
+    params: list[Tensor], tensors: list[Tensor], state: dict[Any, Any], Tensor: type[Tensor]
+) -> bytes:
+    """Return bytes that differ after a change of an optimizer.
+
+    Args:
+        params: parameters, which count as objects.
+        tensors: memory of the parameters, whose address, dtype, shape and strides count.
+        state: state of each parameter, whose values count as objects.
+        Tensor: ``torch.Tensor``.
+    """
+
 def show_ranges(profiler: dict[str, Any], range: Callable[[str], AbstractContextManager[object]]) -> None:
     """Show steps and phases as ranges while an NVTX tool or torch's profiler listens.
 

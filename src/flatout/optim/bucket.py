@@ -21,12 +21,12 @@ _versions = attrgetter("_version")
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Distance between the seeds of two parts of DTensors: the odd constant of SplitMix64, so that all seeds differ."""
 
-READY, STALE, STRIDES, FOREIGN = range(4)
+READY, STALE, COPIED, FOREIGN = range(4)
 """Results of ``set_grads``.
 
 - READY: the bucket can step.
-- STALE: tensors have moved, so a new bucket is needed.
-- STRIDES: a gradient has other strides than its weight.
+- STALE: tensors have moved, or gradients have several dtypes, so new buckets are needed.
+- COPIED: the bucket can step. The core has copied gradients whose strides differ from those of their weights.
 - FOREIGN: the kernels do not accept a gradient.
 """
 
@@ -216,7 +216,7 @@ class Bucket:
             positions,
         )
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
-        self._which: list[int] = []
+        self._which: list[int] = []  # indices of the parameters whose gradients are set; empty: all
         self.given = 0
         """Number of gradients that are set."""
         self.reads_copies = False
@@ -225,10 +225,6 @@ class Bucket:
     def _is_walked(self, p: Tensor) -> bool:
         return not self._complex and gradients.is_dense(dtensor.local(p))
 
-    def _has_other_layout(self, i: int) -> bool:
-        p, leader = dtensor.local(self._params[i]), dtensor.local(self._leaders[i])
-        return p.shape != leader.shape or (gradients.is_dense(p) and p.stride() != leader.stride())
-
     def seed(self, seed: int) -> int:
         """Return the seed of this process's part of the parameters, for the optimizer's ``seed``."""
         return seed if self.ranks is None else (seed + self.ranks.part * _SEED_STEP) % 2**63
@@ -236,47 +232,47 @@ class Bucket:
     def set_grads(self, grads: list[Tensor | None]) -> int:
         """Pass the gradients of this bucket to the core, which keeps them until the step, and return a status.
 
-        A gradient with other strides than its parameter is copied.
-
         Args:
             grads: the gradients of all parameters of the optimizer.
         """
-        mine: list[Any] = list(map(grads.__getitem__, self._positions))
-        which = [i for i, grad in enumerate(mine) if grad is not None]
-        if len(which) < len(mine):
-            mine = [mine[i] for i in which]
-        if self._distributed and not all(map(dtensor.alike, mine, [self._params[i] for i in which])):
+        mine = list(map(grads.__getitem__, self._positions))
+        given: list[Any] = [grad for grad in mine if grad is not None]
+        self._which = [] if len(given) == len(mine) else [i for i, grad in enumerate(mine) if grad is not None]
+        if not given:
+            self.forget_grads()
+            return READY
+        params = self._chosen(self._params)
+        if self._distributed and not all(map(dtensor.alike, given, params)):
             return FOREIGN
-        self.reads_copies = self._complex and any(map(Tensor.is_conj, mine))
+        self.reads_copies = self._complex and any(map(Tensor.is_conj, given))
         if self._complex or self._distributed:
-            mine = list(map(_real, mine))
-        self._which = which
-        status = self._set(mine)
-        if status == STRIDES and any(map(self._has_other_layout, which)):
-            return STALE
-        if status in (STRIDES, FOREIGN) and all(takes(self._params[i], grads[self._positions[i]]) for i in which):
-            leaders = [_real(self._leaders[i]) for i in which]
-            wide = compute_dtype(leaders[0].dtype) if status == FOREIGN else None  # gradients of several dtypes
+            given = list(map(_real, given))
+        status = self._set(given)
+        if status == FOREIGN and all(map(takes, params, self._chosen(mine))):
+            if len({grad.dtype for grad in given}) > 1:
+                return STALE
             self.reads_copies = True
-            status = self._set([like(grad, leader, wide) for grad, leader in zip(mine, leaders, strict=True)])
+            wide = compute_dtype(_real(self._leaders[0]).dtype)
+            status = self._set([grad.to(wide) for grad in given])
         return status
 
     def _set(self, grads: list[Tensor]) -> int:
-        everything = len(grads) == len(self._params)
-        status: int = _ops.set_grads(self.handle, grads, [] if everything else self._which)
+        status: int = _ops.set_grads(self.handle, grads, self._which)
+        if status == COPIED:
+            self.reads_copies, status = True, READY
         self.given = len(grads) if status == READY else 0
         return status
 
     def step(self, options: list[float], **scalars: Any) -> None:
         """Run one step with the gradients that are set, after ``refresh_masters``. Arguments are the operator's."""
-        stand_ins = self._stand_ins.intersection(self._which) if self._stand_ins else ()
+        stand_ins = self._stand_ins.intersection(self._which) if self._which else self._stand_ins
         for i in stand_ins:
             self._leaders[i].copy_(self._params[i])
         _ops.step_bucket_(self.handle, options, **scalars)
         self.given = 0
-        grads = (self._params[i].grad for i in self._which if scalars["unscale_grads"])
-        written = [grad for grad in grads if grad is not None]
-        torch.autograd.graph.increment_version(self._stepped(self._params) + self._stepped(self._copies) + written)
+        params = self._chosen(self._params)
+        written = [p.grad for p in params if p.grad is not None] if scalars["unscale_grads"] else []
+        torch.autograd.graph.increment_version(params + self._chosen(self._copies) + written)
         for i in stand_ins:
             self._params[i].copy_(self._leaders[i])
         if self._masters:
@@ -288,8 +284,9 @@ class Bucket:
             _ops.set_grads(self.handle, [], [])
             self.given = 0
 
-    def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensors[i] for i in self._which] if tensors and len(self._which) < len(tensors) else tensors
+    def _chosen(self, tensors: list[Any]) -> list[Any]:
+        """Return the tensors of the parameters whose gradients are set."""
+        return [tensors[i] for i in self._which] if tensors and self._which else tensors
 
     def _seen(self) -> list[int]:
         """Return versions that change with writes to parameters, or to parts of DTensors, as in a checkpoint load."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_not, itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatout.core import dtensor
+from flatout.native import _host
 from flatout.optim import options
 from flatout.optim.bucket import (
     FOREIGN,
@@ -28,7 +29,6 @@ from flatout.optim.bucket import (
 _grads_are_apart = torch.ops.flatout.grads_are_apart
 _params = itemgetter("params")
 _grad = attrgetter("grad")
-_dtype = attrgetter("dtype")
 
 
 class Bucketed(Protocol):
@@ -47,9 +47,9 @@ class Bucketed(Protocol):
 class BucketPlan:
     """Buckets of an optimizer, which are made again only if the optimizer has changed.
 
-    Each step first compares everything that may have changed, at C speed. These are the parameters, the addresses of
-    their memory, every value in the state, and the options that determine the state. The native core itself detects
-    that the memory of the state has moved.
+    Each step first compares everything that may have changed. These are the parameters, their memory, dtypes and
+    strides, every value in the state, and the options that determine the state. The native core itself detects that the
+    memory of the state has moved.
 
     A parameter is in a bucket, and has state, from its first gradient on.
     """
@@ -57,11 +57,10 @@ class BucketPlan:
     def __init__(self) -> None:
         self._buckets: list[Bucket] = []
         self._members: set[int] = set()  # positions of the parameters in buckets
-        self._params: list[Tensor] = []
-        self._stepped: list[Tensor] = []  # the members
-        self._places: list[list[Any]] = []
+        self._others: list[int] = []  # all other positions
+        self._signature = b""
+        self._signed: list[Any] = []  # keeps the objects of the signature alive, whose identities count
         self._forms: list[Any] = []
-        self._state: list[Any] = []
         self._distributed = False  # there are DTensors
         self._redistributed = False  # some gradients of DTensors were redistributed into new tensors
 
@@ -76,7 +75,7 @@ class BucketPlan:
         """
         params = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         grads = list(map(_grad, params))
-        known = _same(params, self._params)
+        known = self._sign(optimizer, params) == self._signature
         if not known:
             self._distributed = any(map(dtensor.is_distributed, params))
         if self._distributed:
@@ -85,7 +84,7 @@ class BucketPlan:
             self._redistributed = any(map(is_not, grads, given))
         status = STALE
         try:
-            if known and self._holds(optimizer):
+            if known and _forms(optimizer) == self._forms:
                 status = self._set_grads(grads)
             else:
                 self._members = set()
@@ -106,31 +105,23 @@ class BucketPlan:
             and _grads_are_apart([bucket.handle for bucket in given])
         )
 
-    def _holds(self, optimizer: Bucketed) -> bool:
-        return (
-            self._where() == self._places
-            and _forms(optimizer) == self._forms
-            and _same(_values(optimizer), self._state)
-        )
+    def _sign(self, optimizer: Bucketed, params: list[Tensor]) -> bytes:
+        parts = list(map(dtensor.local, params)) if self._distributed else params
+        return _host.optimizer_signature(params, parts, optimizer.state, Tensor)
 
     @staticmethod
     def _here(grad: Tensor, parameter: Tensor) -> Tensor | None:
         return None if dtensor.is_elsewhere(parameter) else dtensor.placed_like(grad, parameter)
 
-    def _where(self) -> list[list[Any]]:
-        return _places(list(map(dtensor.local, self._stepped)) if self._distributed else self._stepped)
-
     def _set_grads(self, grads: list[Tensor | None]) -> int:
-        newcomers = sum(map(is_not, grads, repeat(None)))
         for bucket in self._buckets:
             status = bucket.set_grads(grads)
             if status != READY:
                 return status
-            newcomers -= bucket.given
-        return READY if newcomers == 0 else STALE
+        return STALE if any(grads[i] is not None for i in self._others) else READY
 
     def _make(self, optimizer: Bucketed, params: list[Tensor], grads: list[Tensor | None]) -> int:
-        self._buckets, self._params = [], []  # invalid until this method is done
+        self._buckets, self._signature = [], b""  # invalid until this method is done
         members = self._members | {i for i, grad in enumerate(grads) if grad is not None}
         # All parameters are checked before any state is created.
         if not all(takes(params[i], grads[i]) for i in members):
@@ -141,7 +132,7 @@ class BucketPlan:
                     f"parameter {i} of shape {tuple(params[i].shape)} must not overlap itself (strides "
                     f"{params[i].stride()}, as expand() makes them): use contiguous()"
                 )
-        kinds = self._kinds(optimizer, params, members)
+        kinds = self._kinds(optimizer, params, members, grads)
         if any(_begins_twice(optimizer, kind, [params[i] for i in positions]) for kind, positions in kinds):
             return FOREIGN
         for kind, positions in kinds:
@@ -158,21 +149,25 @@ class BucketPlan:
             made += make_buckets(kind, own, positions, states)
             for p in optimizer.state.keys() & own:
                 drop_weights(optimizer.state[p], kind)
-        self._buckets, self._params, self._members = made, params, members
-        self._stepped = [params[i] for i in members]
-        self._places = self._where()
+        self._buckets, self._members = made, members
+        self._others = [i for i in range(len(params)) if i not in members]
+        self._signed = [*params, *_values(optimizer)]
+        self._signature = self._sign(optimizer, params)
         self._forms = _forms(optimizer)
-        self._state = _values(optimizer)
         return self._set_grads(grads)
 
-    def _kinds(self, optimizer: Bucketed, params: list[Tensor], members: set[int]) -> list[tuple[Kind, list[int]]]:
-        """Group the positions of the members by kind, device and ranks."""
+    def _kinds(
+        self, optimizer: Bucketed, params: list[Tensor], members: set[int], grads: list[Tensor | None]
+    ) -> list[tuple[Kind, list[int]]]:
+        """Group the positions of the members by kind, device, ranks and dtype of the gradient."""
         found: dict[tuple[Any, ...], list[int]] = {}
         groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
-        for position, (group, p) in enumerate(zip(groups, params, strict=True)):
+        for position, (group, p, grad) in enumerate(zip(groups, params, grads, strict=True)):
             if position in members:
                 in_8_bits = options.in_8_bits(optimizer.param_groups[group], p)
-                found.setdefault((group, p.dtype, in_8_bits, p.device, dtensor.ranks_of(p)), []).append(position)
+                grad_dtype = p.dtype if grad is None else grad.dtype
+                place = p.device, dtensor.ranks_of(p), grad_dtype
+                found.setdefault((group, p.dtype, in_8_bits, *place), []).append(position)
         return [
             (optimizer._kind(group, dtype, in_8_bits), positions)
             for (group, dtype, in_8_bits, *_), positions in found.items()
@@ -189,15 +184,6 @@ def _begins_twice(optimizer: Bucketed, kind: Kind, params: list[Tensor]) -> bool
         return False
     twice = [p for p, mentions in Counter(params).items() if mentions > 1]
     return any(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in twice)
-
-
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
-
-
-def _places(params: list[Tensor]) -> list[list[Any]]:
-    """Return the addresses, strides and dtypes of parameters. The core compares shapes with those of gradients."""
-    return [list(map(look, params)) for look in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype)]
 
 
 def _forms(optimizer: Bucketed) -> list[Any]:

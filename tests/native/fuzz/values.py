@@ -272,6 +272,8 @@ BY_TYPE: dict[str, Callable[[Values], Any]] = {
     "Sequence[Transfer]": lambda v: [(v.address(), v.address(), v.extent()) for _ in range(v.small())],
     "Sequence[Column]": lambda v: [v.column() for _ in range(v.rng.choice((0, 1, 1, 1, 2)))],
     "type[Tensor]": lambda v: Tensor,
+    "list[Tensor]": Values.tensor_list,
+    "dict[Any, Any]": lambda v: {i: v.rng.choice((None, {}, {"exp_avg": v.one_tensor()})) for i in range(v.small())},
     "StepTimer": Values.timer,
     "Callable[[int], int]": Values.callable,
     "Callable[[Any], list[Tensor]]": Values.callable,
