@@ -65,6 +65,19 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return device_type(a) == device_type(b) && a.get_device_index() == b.get_device_index();
 }
 
+// Returns an uninitialized tensor on the device of `leader`. torch::stable::new_empty would search its
+// operator by name in each call.
+inline Tensor new_tensor(const Tensor& leader, ScalarType dtype,
+                         torch::headeronly::IntHeaderOnlyArrayRef sizes = {},
+                         torch::headeronly::IntHeaderOnlyArrayRef strides = {}) {
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), code, device_type(leader),
+                                                  leader.get_device_index(), &made));
+  return Tensor(made);
+}
+
 // False if the storage of a dense tensor is smaller than `numel` elements, for example because FSDP has freed
 // it.
 inline bool has_memory(const Tensor& tensor, int64_t numel, std::size_t element_size) {

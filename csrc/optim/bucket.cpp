@@ -38,13 +38,7 @@ TensorList aliases_of(const TensorList& tensors) {
 
 // Returns a copy of a gradient with the strides of its weight.
 Tensor copy_like(const Tensor& grad, const Tensor& weight) {
-  int32_t dtype = 0;
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(grad.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(weight.dim(), weight.sizes().data(),
-                                                  weight.strides().data(), dtype, device_type(weight),
-                                                  weight.get_device_index(), &made));
-  Tensor copy(made);
+  Tensor copy = new_tensor(weight, grad.scalar_type(), weight.sizes(), weight.strides());
   torch::stable::copy_(copy, grad);
   return copy;
 }

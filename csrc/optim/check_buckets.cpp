@@ -15,11 +15,13 @@ class BucketGrads {
       const std::shared_ptr<Bucket> bucket = find_bucket(number);
       if (first_ == nullptr) first_ = bucket;
       STD_TORCH_CHECK(same_device(bucket->leader(), leader()), "buckets must be on one device");
+      if (bucket->held().empty()) continue;
+      std::vector<FlatTensor>& grads = grads_[bucket->grad_dtype()];
+      grads.reserve(grads.size() + bucket->held().size());
       for (const FlatTensor& tensor : bucket->held()) {
-        FlatTensor gradient{};
+        FlatTensor& gradient = grads.emplace_back();
         gradient.address[0] = tensor.address[1];
         gradient.numel = tensor.numel;
-        grads_[bucket->grad_dtype()].push_back(gradient);
       }
     }
   }
@@ -59,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> check_scaled_buckets(
   const BucketGrads grads(numbers);
   const Tensor& leader = grads.leader();
   Check check = grads.prepare(std::nullopt, max_norm);
-  const Tensor skipped = torch::stable::new_empty(leader, {}, ScalarType::Bool);
+  const Tensor skipped = new_tensor(leader, ScalarType::Bool);
   check.unscaling.loss_scale = {
       address_of_one<float>(scale, "scale", leader),
       address_of_one<int32_t>(growth_tracker, "growth_tracker", leader),

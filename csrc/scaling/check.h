@@ -48,8 +48,7 @@ inline ScalarType norm_dtype(const Check& check) {
 // Returns the result tensors, uninitialized.
 inline CheckResult new_verdict(const Check& check, const Tensor& leader) {
   const ScalarType dtype = norm_dtype(check);
-  return {torch::stable::new_empty(leader, {}, ScalarType::Float),
-          torch::stable::new_empty(leader, {}, dtype), torch::stable::new_empty(leader, {}, dtype)};
+  return {new_tensor(leader, ScalarType::Float), new_tensor(leader, dtype), new_tensor(leader, dtype)};
 }
 
 // Returns a tensor for one norm per gradient, uninitialized.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from flatout.optim.native_step import NativeStep
 from flatout.optim.update import apply, spoils_buffers, update
 
 
-@dataclass(frozen=True)
-class _Inputs:
+class _Inputs(NamedTuple):
     """Inputs of ``GradScaler.update``, with the versions that show later changes.
 
     Attributes:

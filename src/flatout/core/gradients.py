@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ def trained_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
-@dataclass(frozen=True)
-class GradCheck:
+class GradCheck(NamedTuple):
     """Result of one check of all gradients: 0-dim tensors on the first gradient's device, not synchronized."""
 
     found_inf: Tensor
@@ -137,6 +135,8 @@ def _split(grads: list[Tensor], device: torch.device, norm_type: float) -> tuple
 
 def move(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``tensor.to(device, dtype)`` without waiting, except for copies to the CPU."""
+    if tensor.device == device and dtype in (None, tensor.dtype):  # as in most steps
+        return tensor
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
@@ -146,7 +146,7 @@ def on_device(value: Tensor | float | None, device: torch.device) -> Tensor | No
         return None
     if isinstance(value, Tensor):
         dtype = value.dtype if value.dtype == torch.float64 else torch.float32
-        return move(value.detach(), device, dtype)
+        return move(value.detach() if value.requires_grad else value, device, dtype)
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
 

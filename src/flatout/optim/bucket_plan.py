@@ -80,7 +80,8 @@ class BucketPlan:
             self._distributed = any(map(dtensor.is_distributed, params))
         if self._distributed:
             # This waits for all ranks. So it comes before code that may take another path on another rank.
-            given, grads = grads, [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
+            with torch.no_grad():
+                given, grads = grads, [g if g is None else self._here(g, p) for g, p in zip(grads, params, strict=True)]
             self._redistributed = any(map(is_not, grads, given))
         status = STALE
         try:
@@ -89,7 +90,9 @@ class BucketPlan:
             else:
                 self._members = set()
             if status == STALE:
-                status = self._make(optimizer, params, grads)
+                # State that is created in inference mode cannot be written outside of this mode.
+                with torch.inference_mode(False), torch.no_grad():
+                    status = self._make(optimizer, params, grads)
         finally:
             if status != READY:
                 for bucket in self._buckets:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class LossScale:
-    """Loss scale on a device, the rule for its next value, and memory for the next value.
+class LossScale(NamedTuple):
+    """Loss scale on a device, the rule for its next value, and memory for the next value, in the operator's order.
 
     ``torch._amp_update_scale_`` defines the rule. Each tensor has one element.
     """

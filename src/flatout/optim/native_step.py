@@ -170,7 +170,7 @@ class NativeStep(torch.optim.Optimizer):
     def _step_buckets(
         self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
     ) -> None:
-        scalars = [self._scalars(bucket, factor, found_inf) | {"unscale_grads": unscales} for bucket in ready]
+        scalars = [self._scalars(bucket, factor, found_inf, unscales) for bucket in ready]
         # Each replay must see the writes since the last replay, which only the device can do.
         always = _is_capturing() and not getattr(self, "_detects_writes", False)
         for bucket in ready:
@@ -185,7 +185,9 @@ class NativeStep(torch.optim.Optimizer):
                     raise PartialUpdateError(self) from error
                 raise
 
-    def _scalars(self, bucket: Bucket, factor: Tensor | None, found_inf: Tensor | None) -> dict[str, Any]:
+    def _scalars(
+        self, bucket: Bucket, factor: Tensor | None, found_inf: Tensor | None, unscales: bool
+    ) -> dict[str, Any]:
         group, device = self.param_groups[bucket.kind.group], bucket.device
         lr, lr_tensor = _learning_rate(group["lr"], device)
         return {
@@ -197,6 +199,7 @@ class NativeStep(torch.optim.Optimizer):
             "seed": bucket.seed(group.get("seed") or 0) if bucket.kind.seeded else None,
             "grad_factor": gradients.on_device(factor, device),
             "found_inf": None if found_inf is None else gradients.move(found_inf, device, torch.float32),
+            "unscale_grads": unscales,
         }
 
     def _prepare(self) -> list[Bucket] | None:
@@ -209,9 +212,7 @@ class NativeStep(torch.optim.Optimizer):
             self._check_capture()
         if "_plan" not in self.__dict__:
             self._plan = BucketPlan()
-        # State that is created in inference mode cannot be written outside of this mode.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._plan.ready(self)
+        return self._plan.ready(self)
 
     def _check_capture(self) -> None:
         """Reject a capture in which the learning rate is a number, as torch does without ``capturable=True``.
@@ -233,8 +234,10 @@ class NativeStep(torch.optim.Optimizer):
 
     def _only_the_device_knows(self, group: dict[str, Any]) -> bool:
         """Return True if a number that the kernels take from the host lies on a device."""
-        numbers = (group["weight_decay"], *self._options(group))
-        return any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers)
+        for number in (group["weight_decay"], *self._options(group)):
+            if isinstance(number, Tensor) and number.device.type != "cpu":
+                return True
+        return False
 
     def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:
         """Return the kind of the parameters of ``dtype`` in a group, with moments in 8 bits or without."""

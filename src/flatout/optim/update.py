@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from flatout.optim.native_step import NativeStep
 _ops = torch.ops.flatout
 
 
-@dataclass(frozen=True)
-class UpdateResult:
+class UpdateResult(NamedTuple):
     """Findings of an update: 0-dim tensors on the device, or None if not measured."""
 
     found_inf: Tensor | None
@@ -68,7 +66,7 @@ def update(
         ValueError: ``max_grad_norm`` is negative or NaN.
     """
     if skip_nonfinite is None:
-        skip_nonfinite = isinstance(inv_scale, Tensor | LossScale)
+        skip_nonfinite = isinstance(inv_scale, (Tensor, LossScale))
     gradients.check_max_norm(max_grad_norm)
     wants_look = skip_nonfinite or max_grad_norm is not None
     ready = optimizer._prepare() if isinstance(optimizer, NativeStep) else None
@@ -124,19 +122,7 @@ def _look_at_once(
 ) -> gradients.GradCheck:
     """Check unsharded gradients of one device, in one call."""
     if isinstance(inv_scale, LossScale) and inv_scale.scale.device == device:
-        return gradients.GradCheck(
-            *_ops.check_scaled_buckets(
-                handles,
-                inv_scale.scale,
-                inv_scale.growth_tracker,
-                inv_scale.next_scale,
-                inv_scale.next_growth_tracker,
-                inv_scale.growth_factor,
-                inv_scale.backoff_factor,
-                inv_scale.growth_interval,
-                max_norm,
-            )
-        )
+        return gradients.GradCheck(*_ops.check_scaled_buckets(handles, *inv_scale, max_norm))
     factor = _factor(inv_scale)
     if factor is None or isinstance(factor, Tensor):
         return gradients.GradCheck(*_ops.check_buckets(handles, gradients.on_device(factor, device), max_norm))
