@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "cache/row_states.h"
-#include "core/unmade.h"
 
 namespace py = pybind11;
 

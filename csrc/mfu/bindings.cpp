@@ -6,10 +6,8 @@
 #include <optional>
 
 #include "core/nvtx.h"
-#include "core/unmade.h"
-#include "mfu/signature.h"
+#include "mfu/per_step.h"
 #include "mfu/step_counter.h"
-#include "mfu/step_types.h"
 
 namespace py = pybind11;
 

@@ -10,7 +10,6 @@
 #include <limits>
 #include <new>
 #include <stdexcept>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 

@@ -1,11 +1,10 @@
-// signature.cpp: implementation of signature.h. This module does not use torch, so it reads tensors through
-// their Python attributes, or through DLPack.
-#include "mfu/signature.h"
-
+// signature.cpp: signatures of batches and of optimizers. This module does not use torch, so it reads tensors
+// through their Python attributes, or through DLPack.
 #include <cstdint>
 #include <vector>
 
 #include "mfu/fast_call.h"
+#include "mfu/per_step.h"
 #include "prefetch/dlpack.h"
 
 namespace py = pybind11;

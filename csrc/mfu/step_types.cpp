@@ -1,6 +1,4 @@
-// step_types.cpp: implementation of step_types.h.
-#include "mfu/step_types.h"
-
+// step_types.cpp: the types `Step` and `Phase`.
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -9,6 +7,7 @@
 
 #include "core/nvtx.h"
 #include "mfu/fast_call.h"
+#include "mfu/per_step.h"
 #include "mfu/step_counter.h"
 
 namespace py = pybind11;

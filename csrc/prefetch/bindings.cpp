@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "core/release_gil.h"
-#include "core/unmade.h"
 #include "prefetch/dlpack.h"
 #include "prefetch/stager.h"
 

@@ -235,7 +235,8 @@ class Bucket:
         Args:
             grads: the gradients of all parameters of the optimizer.
         """
-        mine = list(map(grads.__getitem__, self._positions))
+        everything = len(self._positions) == len(grads)
+        mine = grads if everything else list(map(grads.__getitem__, self._positions))
         given: list[Any] = [grad for grad in mine if grad is not None]
         self._which = [] if len(given) == len(mine) else [i for i, grad in enumerate(mine) if grad is not None]
         if not given:
