@@ -186,7 +186,7 @@ def test_what_is_no_number_is_refused_before_the_step(arguments: dict[str, Any],
 
 def test_behind_a_bad_argument_no_other_is_read() -> None:
     with pytest.raises(TypeError, match="'str'"):
-        StepCounter(1).mark("no token", One())  # type: ignore[arg-type]
+        StepCounter(1).step("no number", One(), None)  # type: ignore[arg-type]
 
 
 def test_each_reading_above_one_warns() -> None:
