@@ -20,7 +20,10 @@ QUERIES = frozenset(("cudaGetDevice", "cudaSetDevice", "cuDevicePrimaryCtxGetSta
 """Calls that only read or set host state, such as the current device."""
 
 OPERATIONS = ["kernel check_kernel", "kernel step_kernel"]
-CALLS = ["cudaStreamIsCapturing", "cudaLaunchKernel"] * 2
+CAPTURING = "cudaStreamIsCapturing"
+LAUNCH = [CAPTURING, "cudaLaunchKernel"]
+CALLS = [CAPTURING, *LAUNCH, *LAUNCH]
+WITH_MASTERS = [CAPTURING, *LAUNCH, CAPTURING, *LAUNCH]
 
 
 def clipped(optimizer: AdamW) -> None:
@@ -49,9 +52,9 @@ FORMS: dict[str, tuple[Callable[[], Update], torch.dtype, dict[str, Any], list[s
         scaled,
         torch.float16,
         {"master_weights": "float32"},
-        ["cudaStreamIsCapturing", *CALLS, "cudaStreamIsCapturing"],
+        [CAPTURING, *WITH_MASTERS, CAPTURING],
     ),
-    "bf16, masters": (lambda: clipped, torch.bfloat16, {"master_weights": "float32"}, CALLS),
+    "bf16, masters": (lambda: clipped, torch.bfloat16, {"master_weights": "float32"}, WITH_MASTERS),
 }
 """Update function, dtype of the parameters, options of the optimizer, and expected calls."""
 

@@ -294,19 +294,25 @@ class Bucket:
         parts = list(map(dtensor.local, self._params)) if self._distributed else []
         return list(map(_versions, self._params + parts))
 
-    def refresh_masters(self, always: bool) -> None:
+    def refresh_masters(self, in_captures: bool) -> None:
         """Copy parameters to their masters where they differ, after other code has written a parameter.
 
         ``model.load_state_dict`` is an example of such code.
 
         Args:
-            always: True to copy even if the versions of the parameters show no write.
+            in_captures: True to copy in every capture of a CUDA graph, so that each replay sees the writes since the
+                last replay.
         """
-        if self._masters and (always or self._seen() != self._versions):
+        if self._masters and (self._seen() != self._versions or (in_captures and is_capturing())):
             for i in self._stand_ins:
                 self._leaders[i].copy_(self._params[i])
             for master, leader in zip(self._masters, map(_real, self._leaders), strict=True):
                 master.copy_(torch.where(master.to(leader.dtype) == leader, master, leader))
+
+
+def is_capturing() -> bool:
+    """Return True inside a capture of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> list[Bucket]:

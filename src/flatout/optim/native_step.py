@@ -18,7 +18,7 @@ from flatout.core.step_hooks import unhooked_step
 from flatout.core.uncompiled import uncompiled
 from flatout.optim import options
 from flatout.optim.atomic_update import AtomicUpdate, PartialUpdateError
-from flatout.optim.bucket import Bucket, Kind, keep_moment
+from flatout.optim.bucket import Bucket, Kind, is_capturing, keep_moment
 from flatout.optim.bucket_plan import BucketPlan
 from flatout.optim.dynamic8 import absmax_name, check_codes, coded
 from flatout.optim.ema import Averages
@@ -171,10 +171,9 @@ class NativeStep(torch.optim.Optimizer):
         self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
     ) -> None:
         scalars = [self._scalars(bucket, factor, found_inf, unscales) for bucket in ready]
-        # Each replay must see the writes since the last replay, which only the device can do.
-        always = _is_capturing() and not getattr(self, "_detects_writes", False)
+        in_captures = not getattr(self, "_detects_writes", False)
         for bucket in ready:
-            bucket.refresh_masters(always)
+            bucket.refresh_masters(in_captures)
         # All memory is allocated now, except for the tables of CUDA launches, which are small and made once.
         for i, bucket in enumerate(ready):
             try:
@@ -208,7 +207,7 @@ class NativeStep(torch.optim.Optimizer):
             raise RuntimeError("step() inside optimizer.ema.swap(): the parameters hold their averages")
         if any(map(self._only_the_device_knows, self.param_groups)):
             return None
-        if _is_capturing():
+        if is_capturing():
             self._check_capture()
         if "_plan" not in self.__dict__:
             self._plan = BucketPlan()
@@ -412,10 +411,6 @@ class NativeStep(torch.optim.Optimizer):
             del entries[p]
         super().__setstate__(state)
         entries.update(extras)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
