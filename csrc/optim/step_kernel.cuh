@@ -11,14 +11,19 @@
 namespace flatout {
 namespace {
 
-// With states in 8 bits, a block has fewer threads, because the staging memory of its warps must fit in 48
-// KiB.
-template <Kind K>
-constexpr uint32_t kThreadsOf = kHasCodes<K> ? kThreads / 2 : kThreads;
+// Threads per block. Small blocks, so that several fit in a multiprocessor: while one block reads its table
+// and computes powers, the others move memory. Each thread still works on at least 16 vectors.
+template <class T>
+constexpr uint32_t kThreadsOf = sizeof(T) == 2 ? 128 : 256;
+
+// Blocks that must fit in a multiprocessor. This limits a thread to 128 registers, or 255 for states in 8
+// bits.
+template <class T, Kind K>
+constexpr uint32_t kBlocksOf = (kHasCodes<K> ? 256 : 512) / kThreadsOf<T>;
 
 template <class T, class Rule, Kind K>
 __device__ void step_codes(const BlockStart<T, Rule>& start) {
-  constexpr uint32_t kWarps = kThreadsOf<K> / kLanes;
+  constexpr uint32_t kWarps = kThreadsOf<T> / kLanes;
   using Warp = CodesWarp<T, Rule, K>;
   alignas(kVectorBytes) __shared__ typename Warp::Staged staged[kWarps];
   const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -38,7 +43,7 @@ __device__ void step_codes(const BlockStart<T, Rule>& start) {
 
 // Has one block per chunk. The device decides whether the step is skipped, and computes all coefficients.
 template <class T, class Rule, Kind K, class Config>
-__global__ void __launch_bounds__(kThreadsOf<K>)
+__global__ void __launch_bounds__(kThreadsOf<T>, kBlocksOf<T, K>)
     step_kernel(__grid_constant__ Argument<StepBatch<>> batch, __grid_constant__ Argument<StepTable> table,
                 __grid_constant__ Argument<Config> config, __grid_constant__ Argument<Storage> storage) {
   const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
@@ -81,7 +86,7 @@ void launch_batches(const Config& config, const Storage& storage, const std::vec
                 kArgumentBytes);
   for_each_batch<StepBatch<>>(tensors, [&](const StepBatch<>& batch) {
     const uint32_t blocks = batch.chunks == 0 ? 1 : batch.chunks;  // empty tensors count steps, too
-    launch("step_kernel", step_kernel<T, Rule, K, Config>, blocks, kThreadsOf<K>, stream, batch, table,
+    launch("step_kernel", step_kernel<T, Rule, K, Config>, blocks, kThreadsOf<T>, stream, batch, table,
            config, storage);
   });
 }
