@@ -52,14 +52,18 @@ __global__ void __launch_bounds__(kThreadsOf<T>, kBlocksOf<T, K>)
                 "or shared memory is initialized");
   __shared__ BlockStart<T, Rule> start;
   __shared__ bool last;
-  if (blockIdx.x < batch.chunks) {
-    if (threadIdx.x < kLanes) {
-      const uint32_t chunk = chunk_of(batch, blockIdx.x);
-      const uint32_t t = warp_tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
-      // Once per block, because powers and roots in double are slow on most GPUs.
-      if (threadIdx.x == 0) start_block(start, table, batch, t, chunk, config, storage);
-    }
-    __syncthreads();
+  const bool has_chunk = blockIdx.x < batch.chunks;
+  if (has_chunk && threadIdx.x < kLanes) {
+    const uint32_t chunk = chunk_of(batch, blockIdx.x);
+    const uint32_t t = warp_tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
+    // Once per block, because powers and roots in double are slow on most GPUs.
+    if (threadIdx.x == 0) start_block(start, table, batch, t, chunk, config, storage);
+  }
+  __syncthreads();
+  // The last block to come here counts the step, because all other blocks have read the old counts. While one
+  // warp waits for the ticket, the others move memory.
+  if (threadIdx.x == 0) last = !skipped && finishes_last(table.ticket, 1, gridDim.x);
+  if (has_chunk) {
     if (skipped) {
       // A skipped step only unscales gradients, below.
     } else if constexpr (kHasCodes<K>) {
@@ -72,9 +76,6 @@ __global__ void __launch_bounds__(kThreadsOf<T>, kBlocksOf<T, K>)
       unscale_thread(start, threadIdx.x, blockDim.x);
     }
   }
-  if (skipped) return;
-  // The block that finishes last counts the step, because all other blocks have read the old counts.
-  if (threadIdx.x == 0) last = finishes_last(table.ticket, 1, gridDim.x);
   __syncthreads();
   if (last) count_steps(table, batch, threadIdx.x, blockDim.x);
 }

@@ -106,6 +106,13 @@ MUTANTS = [
         "atomicAdd(counter, value)",
         RACES,
     ),
+    Mutant(
+        "steps counted before all blocks have read the counts",
+        "csrc/optim/step_kernel.cuh",
+        "finishes_last(table.ticket, 1, gridDim.x)",
+        "finishes_last(table.ticket, 1, 1)",
+        RACES,
+    ),
     Mutant("wrong shuffle offset", "csrc/scaling/block_sum.cuh", "int offset = 16;", "int offset = 8;", KERNELS),
     Mutant("wrong shuffle mask", "csrc/core/warp.cuh", "0xFFFFFFFFu", "0xFFFFu", KERNELS),
     Mutant("counter not reset", "csrc/core/last_block.cuh", "  *counter = 0;\n", "", KERNELS),
