@@ -18,9 +18,16 @@ void with_kind(const Storage& storage, bool stochastic, const Body& body) {
   }
   if constexpr (std::is_same_v<T, bf16>)
     if (stochastic) return body(std::integral_constant<Kind, Kind::kRandom>{});
-  if (storage.average || storage.low != Low::kNone)
-    return body(std::integral_constant<Kind, Kind::kExtended>{});
-  body(std::integral_constant<Kind, Kind::kPlain>{});
+  if (storage == fixed_storage<T, Rule, Kind::kPlain>())
+    return body(std::integral_constant<Kind, Kind::kPlain>{});
+  if constexpr (std::is_same_v<T, bf16>) {
+    if constexpr (Rule::kStates != 0)
+      if (storage == fixed_storage<T, Rule, Kind::kWideStates>())
+        return body(std::integral_constant<Kind, Kind::kWideStates>{});
+    if (storage == fixed_storage<T, Rule, Kind::kRemainder>())
+      return body(std::integral_constant<Kind, Kind::kRemainder>{});
+  }
+  body(std::integral_constant<Kind, Kind::kExtended>{});
 }
 
 // Values that all threads of a block share.
@@ -50,17 +57,17 @@ FLATOUT_HD void step_thread(const BlockStart<T, Rule>& start, uint32_t thread, u
   const Place& place = start.place;
   Thread self{rule, extras, {}, place.begin, place.count};
   for (int s = 0; s < Thread::kStreams; ++s)
-    self.stream[s] = extras.storage.template move<T>(place.tensor.address[s], s, Rule::kStates, place.begin);
+    self.stream[s] = self.storage().template move<T>(place.tensor.address[s], s, Rule::kStates, place.begin);
   self.run(thread, threads);
 }
 
 // Multiplies gradients in memory by the factor. Runs right after the step over the same chunk, so that it
 // reads from L2. Inside the step, this work would take registers. Kernels would lose up to half of their
 // occupancy, even kernels that do not write gradients.
-template <class T, class Rule>
+template <class T, class Rule, Kind K>
 FLATOUT_HD void unscale_thread(const BlockStart<T, Rule>& start, uint32_t thread, uint32_t threads) {
   const compute_t<T> factor = start.extras.unscale;
-  const Storage& storage = start.extras.storage;
+  const Storage storage = storage_of<T, Rule, K>(start.extras.storage);
   const Place& place = start.place;
   char* first = storage.template move<T>(place.tensor.address[1], 1, Rule::kStates, place.begin);
   const auto unscale = [&](auto* gradients) {

@@ -7,21 +7,40 @@
 
 namespace flatout {
 
-// Work of a kernel in addition to the rule. Kernels without this work need fewer registers.
+// The storage of a kernel, and its work in addition to the rule. The compiler knows the storages that are
+// used most, so that their kernels need about half of the registers.
 enum class Kind {
-  kPlain,
-  kExtended /* averages, 16-bit companions */,
+  kPlain /* all streams are Ts */,
+  kWideStates /* as kPlain, with states of the compute type */,
+  kRemainder /* as kWideStates, with remainders */,
+  kExtended /* any storage without codes */,
   kRandom /* as kExtended, with stochastic rounding */,
   kCodes /* as kExtended, with states in 8 bits */,
   kRandomCodes /* as kRandom, with states in 8 bits */
 };
 template <Kind K>
 inline constexpr bool kHasCodes = K == Kind::kCodes || K == Kind::kRandomCodes;
+template <Kind K>
+inline constexpr bool kIsFixed = K == Kind::kPlain || K == Kind::kWideStates || K == Kind::kRemainder;
 
-// Number of streams of a kernel: weight, gradient and states. Kernels that are not plain also have an average
-// and a 16-bit companion.
+// Number of streams of a kernel: weight, gradient and states, then average and 16-bit companion.
 template <class Rule, Kind K>
-inline constexpr int kStreamsOf = 2 + Rule::kStates + (K == Kind::kPlain ? 0 : 2);
+inline constexpr int kStreamsOf = 2 + Rule::kStates + (K == Kind::kPlain || K == Kind::kWideStates ? 0 : 2);
+
+// Returns the storage of all steps of a fixed kind.
+template <class T, class Rule, Kind K>
+FLATOUT_HD constexpr Storage fixed_storage() {
+  static_assert(kIsFixed<K>);
+  constexpr uint32_t kAll = (1u << (2 + Rule::kStates)) - 1, kStates = kAll - 3;
+  const uint32_t wide = std::is_same_v<T, compute_t<T>> ? kAll : K == Kind::kPlain ? 0 : kStates;
+  return {wide, false, K == Kind::kRemainder ? Low::kRemainder : Low::kNone, false};
+}
+// Returns the storage of a step. In a fixed kind, the result is a constant.
+template <class T, class Rule, Kind K>
+FLATOUT_HD Storage storage_of(const Storage& storage) {
+  if constexpr (kIsFixed<K>) return fixed_storage<T, Rule, K>();
+  return storage;
+}
 
 struct alignas(kVectorBytes) Bytes16 {
   uint32_t word[4];
@@ -108,11 +127,11 @@ template <class T, class Rule, Kind K>
 struct StepThread {
   using Acc = compute_t<T>;
   static constexpr int kStreams = kStreamsOf<Rule, K>;
-  static constexpr int kCore = kStreamsOf<Rule, Kind::kPlain>;
+  static constexpr int kCore = 2 + Rule::kStates;
   static constexpr int kAverage = kCore, kLow = kCore + 1;
   static constexpr int kWidth = VectorBits<T>::kWidth;
   static constexpr int kAtOnce = kWidth < 4 ? kWidth : 4;  // lanes computed together; more cost registers
-  static constexpr bool kRemainder = K != Kind::kPlain && std::is_same_v<T, bf16>;
+  static constexpr bool kRemainder = kStreams != kCore && std::is_same_v<T, bf16>;
   static constexpr bool kRandom = K == Kind::kRandom && std::is_same_v<T, bf16>;
   // 16-bit buckets may hold streams of the compute type as well.
   static constexpr bool kMixed = !std::is_same_v<T, Acc>;
@@ -123,7 +142,8 @@ struct StepThread {
   int64_t begin;           // the chunk's first element in its tensor
   uint32_t count;
 
-  FLATOUT_HD bool wide(int s) const { return !kMixed || extras.storage.is_wide(s); }
+  FLATOUT_HD Storage storage() const { return storage_of<T, Rule, K>(extras.storage); }
+  FLATOUT_HD bool wide(int s) const { return !kMixed || storage().is_wide(s); }
   FLATOUT_HD uint32_t size_of(int s) const { return wide(s) ? sizeof(Acc) : sizeof(T); }
   template <class Element>
   FLATOUT_HD Element* at(int s, uint32_t i) const {
@@ -183,7 +203,7 @@ struct StepThread {
         for (int l = 0; l < kAtOnce; ++l) rule(x[l]);
         for (int s = 0; s < kCore; ++s)
           if (s != 1) pack(vector[b], s, from, x, random);
-        if constexpr (K != Kind::kPlain) extend(vector[b], from, x);
+        if constexpr (kStreams != kCore) extend(vector[b], from, x);
       }
       for (int s = 0; s < kStreams; ++s)
         if (s != 1 && is_there(s)) put(s, i, aligned, vector[b][s]);
@@ -191,15 +211,15 @@ struct StepThread {
   }
 
   FLATOUT_HD bool is_there(int s) const {
-    if (s == kAverage) return extras.storage.average;
-    if (s == kLow) return kMixed && extras.storage.low != Low::kNone;
+    if (s == kAverage) return storage().average;
+    if (s == kLow) return kMixed && storage().low != Low::kNone;
     return true;
   }
   FLATOUT_HD bool is_read(int s) const {
     if (s == kLow) return kRemainder && has_remainder();
     return is_there(s);
   }
-  FLATOUT_HD bool has_remainder() const { return extras.storage.low == Low::kRemainder; }
+  FLATOUT_HD bool has_remainder() const { return storage().low == Low::kRemainder; }
   using Block = Acc (&)[kAtOnce][kCore];
   using ConstBlock = const Acc (&)[kAtOnce][kCore];
 
@@ -250,13 +270,13 @@ struct StepThread {
 
   // Average and rounded copy of the new weights.
   FLATOUT_HD void extend(VectorBits<T> (&vector)[kStreams], int from, ConstBlock x) const {
-    if (extras.storage.average) {
+    if (storage().average) {
       auto average = vector[kAverage].template as<Acc>();
       for (int l = 0; l < kAtOnce; ++l)
         average.lane[from + l] = extras.average(average.lane[from + l], x[l][0]);
       vector[kAverage].set(average);
     }
-    if (extras.storage.low == Low::kCopy) {
+    if (storage().low == Low::kCopy) {
       auto copy = vector[kLow].template as<T>();
       for (int l = 0; l < kAtOnce; ++l) store(copy.lane[from + l], x[l][0]);
       vector[kLow].set(copy);
@@ -271,12 +291,12 @@ struct StepThread {
     rule(x);
     for (int s = 0; s < kCore; ++s)
       if (s != 1) store_one(s, i, x[s]);
-    if constexpr (K != Kind::kPlain) {
-      if (extras.storage.average) {
+    if constexpr (kStreams != kCore) {
+      if (storage().average) {
         Acc* average = at<Acc>(kAverage, i);
         *average = extras.average(*average, x[0]);
       }
-      if (extras.storage.low == Low::kCopy) store(*at<T>(kLow, i), x[0]);
+      if (storage().low == Low::kCopy) store(*at<T>(kLow, i), x[0]);
     }
   }
 

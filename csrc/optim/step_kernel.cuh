@@ -16,10 +16,13 @@ namespace {
 template <class T>
 constexpr uint32_t kThreadsOf = sizeof(T) == 2 ? 128 : 256;
 
-// Blocks that must fit in a multiprocessor. This limits a thread to 128 registers, or 255 for states in 8
-// bits.
-template <class T, Kind K>
-constexpr uint32_t kBlocksOf = (kHasCodes<K> ? 256 : 512) / kThreadsOf<T>;
+// Blocks that must fit in a multiprocessor. With more blocks, kernels would spill registers.
+template <class T, class Rule, Kind K>
+constexpr uint32_t blocks_of() {
+  if (kHasCodes<K>) return 256 / kThreadsOf<T>;
+  if (kIsFixed<K> && Rule::kStates <= 2 && sizeof(T) <= 4) return sizeof(T) == 2 ? 6 : 4;
+  return 512 / kThreadsOf<T>;
+}
 
 template <class T, class Rule, Kind K>
 __device__ void step_codes(const BlockStart<T, Rule>& start) {
@@ -43,7 +46,7 @@ __device__ void step_codes(const BlockStart<T, Rule>& start) {
 
 // Has one block per chunk. The device decides whether the step is skipped, and computes all coefficients.
 template <class T, class Rule, Kind K, class Config>
-__global__ void __launch_bounds__(kThreadsOf<T>, kBlocksOf<T, K>)
+__global__ void __launch_bounds__(kThreadsOf<T>, blocks_of<T, Rule, K>())
     step_kernel(__grid_constant__ Argument<StepBatch<>> batch, __grid_constant__ Argument<StepTable> table,
                 __grid_constant__ Argument<Config> config, __grid_constant__ Argument<Storage> storage) {
   const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
@@ -73,7 +76,7 @@ __global__ void __launch_bounds__(kThreadsOf<T>, kBlocksOf<T, K>)
     }
     if (start.extras.unscale != 1) {  // the same for all threads of the block
       __syncthreads();                // every thread must have read its gradients
-      unscale_thread(start, threadIdx.x, blockDim.x);
+      unscale_thread<T, Rule, K>(start, threadIdx.x, blockDim.x);
     }
   }
   __syncthreads();

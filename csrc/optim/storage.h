@@ -20,6 +20,7 @@ struct Storage {
   Low low;
   bool codes;  // states are codes of optim/dynamic8.h; the first has a sign, others are second moments
 
+  bool operator==(const Storage&) const = default;
   FLATOUT_HD bool is_wide(int stream) const { return (wide >> stream & 1u) != 0; }
   FLATOUT_HD bool is_code(int stream, int states) const {
     return codes && stream >= 2 && stream < 2 + states;

@@ -49,7 +49,7 @@ void step(const Config& config, const Storage& storage, const std::vector<FlatTe
         for (uint32_t thread = 0; thread < kWidth; ++thread) step_thread<T, Rule, K>(start, thread, kWidth);
       }
       if (start.extras.unscale == 1 || (skipped && !config.unscale_grads)) continue;
-      for (uint32_t thread = 0; thread < kWidth; ++thread) unscale_thread(start, thread, kWidth);
+      for (uint32_t thread = 0; thread < kWidth; ++thread) unscale_thread<T, Rule, K>(start, thread, kWidth);
     }
     if (!skipped) count_steps(table, batch, 0, 1);
   });
