@@ -1,10 +1,10 @@
 // rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. The
 // arithmetic rounds and fuses where torch.optim's operations do.
 //
-// A *config* holds the settings of a whole step. Its function `at(step)` returns the *rule* for tensors at
-// one step count: a few numbers in the compute type. A rule updates one element, given as x = {weight,
-// gradient, states...}. To add an optimizer, add its rule and config here, and extend RuleName, rule_named
-// and with_config.
+// A *config* holds the settings of a whole step. Its function `at(step, powers)` returns the *rule* for
+// tensors at one step count: a few numbers in the compute type. A rule updates one element, given as x =
+// {weight, gradient, states...}. To add an optimizer, add its rule and config here, and extend RuleName,
+// rule_named and with_config.
 #pragma once
 
 #include <cmath>
@@ -18,6 +18,7 @@
 namespace flatout {
 
 inline constexpr int kMaxStates = 3;
+inline constexpr uint32_t kPowers = 2;  // powers of the step count that a rule may need
 
 // Settings that the steps of all optimizers have.
 struct StepConfig {
@@ -30,6 +31,9 @@ struct StepConfig {
   bool stochastic = false;  // 16-bit results are rounded stochastically, with bits from `seed`
   uint64_t seed = 0;
 
+  // Returns one of the powers that `at` needs. They are slow on most GPUs, so each is computed by another
+  // thread.
+  FLATOUT_HD static double power(uint32_t /*which*/, double /*step*/) { return 1; }
   // Returns the factor of all gradients.
   FLATOUT_HD double factor() const { return maximize ? -grad_factor.get() : grad_factor.get(); }
 };
@@ -93,8 +97,9 @@ struct AdamConfig : StepConfig {
     return false;
   }
 
+  FLATOUT_HD double power(uint32_t which, double step) const { return pow(which == 0 ? beta1 : beta2, step); }
   template <class Rule>
-  FLATOUT_HD Rule at(double step) const {
+  FLATOUT_HD Rule at(double /*step*/, const double (&power)[kPowers]) const {
     using Acc = typename Rule::acc;
     const double rate = lr.get();
     Rule rule;
@@ -104,8 +109,8 @@ struct AdamConfig : StepConfig {
     rule.beta2 = static_cast<Acc>(beta2);
     rule.new1 = static_cast<Acc>(1 - beta1);
     rule.new2 = static_cast<Acc>(1 - beta2);
-    rule.step_size = static_cast<Acc>(rate / (1 - pow(beta1, step)));
-    rule.inv_bias2 = static_cast<Acc>(1 / sqrt(1 - pow(beta2, step)));
+    rule.step_size = static_cast<Acc>(rate / (1 - power[0]));
+    rule.inv_bias2 = static_cast<Acc>(1 / sqrt(1 - power[1]));
     rule.eps = static_cast<Acc>(eps);
     return rule;
   }
@@ -153,7 +158,7 @@ struct SgdConfig : StepConfig {
   // Without step counts, `step` is never 1. Then the buffers must start as zeros, and dampening must be 0, so
   // that the first step needs no other factors.
   template <class Rule>
-  FLATOUT_HD Rule at(double step) const {
+  FLATOUT_HD Rule at(double step, const double (&)[kPowers]) const {
     using Acc = typename Rule::acc;
     const bool first = step == 1;
     Rule rule;
@@ -199,7 +204,7 @@ struct LionConfig : StepConfig {
   }
 
   template <class Rule>
-  FLATOUT_HD Rule at(double /*step*/) const {
+  FLATOUT_HD Rule at(double /*step*/, const double (&)[kPowers]) const {
     using Acc = typename Rule::acc;
     const double rate = lr.get();
     Rule rule;

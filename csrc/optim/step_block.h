@@ -34,19 +34,29 @@ void with_kind(const Storage& storage, bool stochastic, const Body& body) {
 template <class T, class Rule>
 struct BlockStart {
   Place place;
+  double step, power[kPowers];
   Rule rule;
   Extras<compute_t<T>> extras;
 };
 
-// Writes to `start` part by part. A returned value would stay in registers, which would lower the occupancy
-// of kernels.
+// The first phase of a block's start, by kPowers lanes. Writes to `start` part by part. A returned value
+// would stay in registers, which would lower the occupancy of kernels.
 template <class T, class Rule, class Batch, class Config>
-FLATOUT_HD void start_block(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch,
-                            uint32_t t, uint32_t chunk, const Config& config, const Storage& storage) {
-  find_place(start.place, table, batch, t, chunk);
-  const double step = next_step(start.place.tensor);
-  start.rule = config.template at<Rule>(step);
-  start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, step);
+FLATOUT_HD void find_start(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch, uint32_t t,
+                           uint32_t chunk, const Config& config, uint32_t lane) {
+  const double step = next_step(table.tensor[batch.first_tensor + t]);
+  if (lane == 0) {
+    find_place(start.place, table, batch, t, chunk);
+    start.step = step;
+  }
+  start.power[lane] = config.power(lane, step);
+}
+
+// The second phase, by one lane.
+template <class T, class Rule, class Config>
+FLATOUT_HD void finish_start(BlockStart<T, Rule>& start, const Config& config, const Storage& storage) {
+  start.rule = config.template at<Rule>(start.step, start.power);
+  start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, start.step);
 }
 
 template <class T, class Rule, Kind K>

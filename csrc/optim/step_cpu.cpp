@@ -174,8 +174,10 @@ std::vector<AtStep<Rule>> rules_of(const Config& config, const std::vector<FlatT
   for (const FlatTensor& tensor : tensors) {
     const double step = next_step(tensor);
     const bool same = !rules.empty() && rules.back().step == static_cast<uint32_t>(step);
-    rules.push_back(same ? rules.back()
-                         : AtStep<Rule>{config.template at<Rule>(step), static_cast<uint32_t>(step)});
+    rules.push_back(
+        same ? rules.back()
+             : AtStep<Rule>{config.template at<Rule>(step, {config.power(0, step), config.power(1, step)}),
+                            static_cast<uint32_t>(step)});
   }
   return rules;
 }

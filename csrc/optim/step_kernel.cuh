@@ -49,8 +49,8 @@ template <class T, class Rule, Kind K, class Config>
 __global__ void __launch_bounds__(kThreadsOf<T>, blocks_of<T, Rule, K>())
     step_kernel(__grid_constant__ Argument<StepBatch<>> batch, __grid_constant__ Argument<StepTable> table,
                 __grid_constant__ Argument<Config> config, __grid_constant__ Argument<Storage> storage) {
+  // Not used before the block has started, so that this load overlaps the loads of the start.
   const bool skipped = config.found_inf != nullptr && *config.found_inf != 0;
-  if (skipped && !config.unscale_grads) return;
   static_assert(std::is_trivially_default_constructible_v<BlockStart<T, Rule>>,
                 "or shared memory is initialized");
   __shared__ BlockStart<T, Rule> start;
@@ -60,7 +60,9 @@ __global__ void __launch_bounds__(kThreadsOf<T>, blocks_of<T, Rule, K>())
     const uint32_t chunk = chunk_of(batch, blockIdx.x);
     const uint32_t t = warp_tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
     // Once per block, because powers and roots in double are slow on most GPUs.
-    if (threadIdx.x == 0) start_block(start, table, batch, t, chunk, config, storage);
+    if (threadIdx.x < kPowers) find_start(start, table, batch, t, chunk, config, threadIdx.x);
+    __syncwarp();
+    if (threadIdx.x == 0) finish_start(start, config, storage);
   }
   __syncthreads();
   // The last block to come here counts the step, because all other blocks have read the old counts. While one

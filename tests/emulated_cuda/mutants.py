@@ -113,6 +113,13 @@ MUTANTS = [
         "finishes_last(table.ticket, 1, 1)",
         RACES,
     ),
+    Mutant(
+        "powers read before they are computed",
+        "csrc/optim/step_kernel.cuh",
+        "    __syncwarp();\n    if (threadIdx.x == 0) finish_start",
+        "    if (threadIdx.x == 0) finish_start",
+        KERNELS,
+    ),
     Mutant("wrong shuffle offset", "csrc/scaling/block_sum.cuh", "int offset = 16;", "int offset = 8;", KERNELS),
     Mutant("wrong shuffle mask", "csrc/core/warp.cuh", "0xFFFFFFFFu", "0xFFFFu", KERNELS),
     Mutant("counter not reset", "csrc/core/last_block.cuh", "  *counter = 0;\n", "", KERNELS),

@@ -38,9 +38,9 @@ void step(const Config& config, const Storage& storage, const std::vector<FlatTe
     for (uint32_t block = 0; block < batch.chunks; ++block) {
       BlockStart<T, Rule> start;
       const uint32_t chunk = chunk_of(batch, block);
-      start_block(start, table, batch,
-                  tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk), chunk, config,
-                  storage);
+      const uint32_t t = tensor_of(table.first_chunk + batch.first_tensor, batch.tensors, chunk);
+      for (uint32_t lane = 0; lane < kPowers; ++lane) find_start(start, table, batch, t, chunk, config, lane);
+      finish_start(start, config, storage);
       if (skipped) {
         // A skipped step only unscales gradients, below.
       } else if constexpr (kHasCodes<K>) {
@@ -48,7 +48,7 @@ void step(const Config& config, const Storage& storage, const std::vector<FlatTe
       } else {
         for (uint32_t thread = 0; thread < kWidth; ++thread) step_thread<T, Rule, K>(start, thread, kWidth);
       }
-      if (start.extras.unscale == 1 || (skipped && !config.unscale_grads)) continue;
+      if (start.extras.unscale == 1) continue;
       for (uint32_t thread = 0; thread < kWidth; ++thread) unscale_thread<T, Rule, K>(start, thread, kWidth);
     }
     if (!skipped) count_steps(table, batch, 0, 1);
