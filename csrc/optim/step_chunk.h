@@ -53,9 +53,12 @@ FLATOUT_HD void must_be_aligned([[maybe_unused]] const void* address) {
 #endif
 }
 
-FLATOUT_HD Bytes16 load_aligned(const void* from, int k) {
+// With `once`, the cache evicts the bytes first, and keeps the gradients that the check has just read. Then
+// the address must be in global memory.
+FLATOUT_HD Bytes16 load_aligned(const void* from, int k, [[maybe_unused]] bool once) {
   must_be_aligned(from);
 #ifdef __CUDA_ARCH__
+  if (once) return detail::bit_cast<Bytes16>(__ldcs(static_cast<const uint4*>(from) + k));
   return static_cast<const Bytes16*>(from)[k];
 #else
   Bytes16 bytes;
@@ -64,9 +67,10 @@ FLATOUT_HD Bytes16 load_aligned(const void* from, int k) {
 #endif
 }
 
-FLATOUT_HD void store_aligned(void* to, int k, const Bytes16& bytes) {
+FLATOUT_HD void store_aligned(void* to, int k, const Bytes16& bytes, [[maybe_unused]] bool once) {
   must_be_aligned(to);
 #ifdef __CUDA_ARCH__
+  if (once) return __stcs(static_cast<uint4*>(to) + k, detail::bit_cast<uint4>(bytes));
   static_cast<Bytes16*>(to)[k] = bytes;
 #else
   memcpy(static_cast<char*>(to) + int64_t{k} * kVectorBytes, &bytes, sizeof(bytes));
@@ -83,10 +87,10 @@ struct VectorBits {
   Bytes16 part[kParts];
 
   template <class Element>
-  FLATOUT_HD void load_as(const Element* from, bool aligned) {
+  FLATOUT_HD void load_as(const Element* from, bool aligned, bool once) {
     constexpr int kUsed = kWidth * sizeof(Element) / kVectorBytes;
     if (aligned) {
-      for (int k = 0; k < kUsed; ++k) part[k] = load_aligned(from, k);
+      for (int k = 0; k < kUsed; ++k) part[k] = load_aligned(from, k, once);
     } else {
       Element lane[kWidth];
       for (int l = 0; l < kWidth; ++l) lane[l] = from[l];
@@ -94,10 +98,10 @@ struct VectorBits {
     }
   }
   template <class Element>
-  FLATOUT_HD void store_as(Element* to, bool aligned) const {
+  FLATOUT_HD void store_as(Element* to, bool aligned, bool once) const {
     constexpr int kUsed = kWidth * sizeof(Element) / kVectorBytes;
     if (aligned) {
-      for (int k = 0; k < kUsed; ++k) store_aligned(to, k, part[k]);
+      for (int k = 0; k < kUsed; ++k) store_aligned(to, k, part[k], once);
     } else {
       Element lane[kWidth];
       memcpy(lane, part, sizeof(lane));
@@ -174,15 +178,17 @@ struct StepThread {
   }
 
  private:
+  // Only a fixed kind knows that all streams are in global memory.
+  FLATOUT_HD static bool once(int s) { return kIsFixed<K> && s != 1; }
   FLATOUT_HD VectorBits<T> fetch(int s, uint32_t i, uint32_t aligned) const {
     VectorBits<T> vector;
     const bool whole = (aligned >> s & 1u) != 0;
-    wide(s) ? vector.load_as(at<Acc>(s, i), whole) : vector.load_as(at<T>(s, i), whole);
+    wide(s) ? vector.load_as(at<Acc>(s, i), whole, once(s)) : vector.load_as(at<T>(s, i), whole, once(s));
     return vector;
   }
   FLATOUT_HD void put(int s, uint32_t i, uint32_t aligned, const VectorBits<T>& vector) const {
     const bool whole = (aligned >> s & 1u) != 0;
-    wide(s) ? vector.store_as(at<Acc>(s, i), whole) : vector.store_as(at<T>(s, i), whole);
+    wide(s) ? vector.store_as(at<Acc>(s, i), whole, once(s)) : vector.store_as(at<T>(s, i), whole, once(s));
   }
 
   template <int Batch>
