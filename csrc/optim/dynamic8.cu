@@ -1,8 +1,6 @@
 // dynamic8.cu: converts whole tensors into 8 bits and back on CUDA, for optimizer state.
-#include "core/chunks.h"
 #include "core/warp.cuh"
-#include "optim/dynamic8.h"
-#include "optim/dynamic8_launch.h"
+#include "optim/step_launch.h"
 
 namespace flatout {
 namespace {

@@ -4,7 +4,7 @@
 #include "core/cuda_glue.h"
 #include "core/nvtx.h"
 #include "optim/coded.h"
-#include "optim/dynamic8_launch.h"
+#include "optim/step_launch.h"
 
 namespace flatout {
 namespace {

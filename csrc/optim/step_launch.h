@@ -1,4 +1,5 @@
-// step_launch.h: the CUDA launcher of optimizer steps. Includes no torch header.
+// step_launch.h: the CUDA launchers of optimizer steps, and of conversions of whole states into 8 bits and
+// back. Includes no torch header.
 #pragma once
 
 #include <vector>
@@ -21,5 +22,11 @@ bool launch_step(RuleName rule, int states, const Storage& storage, const StepCo
 // Copies `bytes`, a multiple of 4, to the device in stream order. The bytes are kernel arguments, so the host
 // may free them after the call, and a CUDA graph keeps a copy.
 void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
+
+// Convert `count` numbers. A tensor has one absmax per kDynamicBlock numbers.
+void launch_encode(const float* values, uint8_t* codes, float* absmax, int64_t count, bool has_sign,
+                   cudaStream_t stream);
+void launch_decode(float* values, const uint8_t* codes, const float* absmax, int64_t count, bool has_sign,
+                   cudaStream_t stream);
 
 }  // namespace flatout

@@ -3,8 +3,7 @@
 
 #include "core/last_block.cuh"
 #include "core/warp.cuh"
-#include "scaling/counter.h"
-#include "scaling/norm.h"
+#include "scaling/conclusion.h"
 
 namespace flatout {
 namespace {

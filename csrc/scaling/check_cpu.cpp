@@ -6,7 +6,7 @@
 #include "core/cpu.h"
 #include "core/staging.h"
 #include "scaling/check.h"
-#include "scaling/norms.h"
+#include "scaling/conclusion.h"
 
 namespace flatout {
 namespace {

@@ -1,15 +1,49 @@
-// check_cuda.cpp: unscale + check under torch's CUDA key.
+// check_cuda.cpp: unscale + check, and norms, under torch's CUDA key.
 #include <torch/csrc/stable/library.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "core/cuda_glue.h"
 #include "core/nvtx.h"
 #include "scaling/check.h"
 #include "scaling/check_launch.h"
-#include "scaling/kept_counters.h"
 
 namespace flatout {
-
 namespace {
+
+// Numbers of the counters in the device's code, by device and stream. One counter per stream is enough,
+// because kernels of a stream run one after another.
+struct KeptCounters {
+  std::mutex mutex;
+  std::map<std::pair<int32_t, cudaStream_t>, uint32_t> numbers;
+  uint32_t next = 0;
+} kept;
+
+// Sets the counter and calls launch(). `counter.own` is memory that only this call uses. A captured CUDA
+// graph uses this memory, because a graph may be replayed on any stream, at the same time as other launches.
+template <class Launch>
+void with_counter(Counter& counter, const Tensor& leader, cudaStream_t stream, const Launch& launch) {
+  if (!is_capturing(stream)) {
+    const std::lock_guard lock(kept.mutex);  // so that launches of one stream do not mix
+    const std::pair key(leader.get_device_index(), stream);
+    auto entry = kept.numbers.find(key);
+    if (entry == kept.numbers.end() && kept.next < kKeptCounters)
+      entry = kept.numbers.emplace(key, kept.next++).first;
+    if (entry != kept.numbers.end()) {
+      counter = {nullptr, entry->second};
+      try {
+        return launch();
+      } catch (...) {
+        kept.numbers.erase(entry);  // the counter is possibly not 0
+        throw;
+      }
+    }
+  }
+  check_cuda(cudaMemsetAsync(counter.own, 0, sizeof(*counter.own), stream), "cudaMemsetAsync");
+  launch();
+}
 
 void launch_lists(const Check& check, const Conclusion& conclusion, cudaStream_t stream) {
   uint32_t first_partial = 0;
@@ -75,11 +109,54 @@ void scale_cuda_(const TensorList& grads, const Tensor& factor) {
     with_dtype(entry.first, [&]<class T>(T*) { launch_scale<T>(entry.second, value, scope.stream()); });
 }
 
+// Returns all gradients in order. Gradients of other dtypes are empty.
+std::vector<FlatTensor> only(ScalarType dtype, const TensorList& grads) {
+  std::vector<FlatTensor> flat(grads.size());
+  for (std::size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].scalar_type() != dtype) continue;
+    flat[i].address[0] = grads[i].data_ptr();
+    flat[i].numel = grads[i].numel();
+  }
+  return flat;
+}
+
+Tensor grad_norms_cuda(const TensorList& grads, const std::optional<Tensor>& inv_scale, double norm_type) {
+  STD_TORCH_CHECK(!grads.empty(), "grads must hold at least one tensor");
+  const FlatGrads flat = flatten_grads(grads);
+  const Check check = prepare_check(flat, grads[0], inv_scale, std::nullopt, norm_type);
+  const CudaScope scope(grads[0]);
+  const nvtx::Range range("flatout::grad_norms");
+  int64_t chunks = 0;
+  for (const Tensor& grad : grads) chunks += chunks_of(grad.numel());
+  // Holds partials, then a counter, as in a check. Launches of several dtypes run one after another, so they
+  // share the memory.
+  const int64_t size[] = {2 * chunks + 1};
+  const Tensor scratch = torch::stable::new_empty(grads[0], {size, 1}, ScalarType::Double);
+  auto* partials = static_cast<Partial*>(scratch.data_ptr());
+  const Tensor result = new_norms(check, grads);
+  Norms norms{partials,
+              {reinterpret_cast<uint32_t*>(partials + chunks), 0},
+              check.unscaling.factor,
+              result.data_ptr(),
+              result.scalar_type() == ScalarType::Double,
+              /*writes_empty=*/true};
+  with_counter(norms.counter, grads[0], scope.stream(), [&] {
+    for (const auto& [dtype, tensors] : flat) {
+      with_dtype(dtype, [&]<class T>(T*) {
+        launch_norms<T>(only(dtype, grads), check.norm, norms, scope.stream());
+      });
+      norms.writes_empty = false;
+    }
+  });
+  return result;
+}
+
 }  // namespace
 }  // namespace flatout
 
 STABLE_TORCH_LIBRARY_IMPL(flatout, CUDA, m) {
   m.impl("unscale_and_check", TORCH_BOX(&flatout::unscale_and_check_cuda));
   m.impl("unscale_and_check_", TORCH_BOX(&flatout::unscale_and_check_cuda_));
+  m.impl("grad_norms", TORCH_BOX(&flatout::grad_norms_cuda));
   m.impl("scale_", TORCH_BOX(&flatout::scale_cuda_));
 }

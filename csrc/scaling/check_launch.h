@@ -1,4 +1,5 @@
-// check_launch.h: the CUDA launchers of unscale + check. Includes no torch header.
+// check_launch.h: the CUDA launchers of unscale + check, and of a norm per gradient. Includes no torch
+// header.
 #pragma once
 
 #include <vector>
@@ -18,5 +19,8 @@ void launch_check(const std::vector<FlatTensor>& tensors, Norm norm, bool rewrit
                   const Conclusion& conclusion, uint32_t first_partial, cudaStream_t stream);
 template <class T>
 void launch_scale(const std::vector<FlatTensor>& tensors, const DeviceScalar& factor, cudaStream_t stream);
+// Launches the norms of the gradients of dtype T. Gradients of other dtypes are empty in `tensors`.
+template <class T>
+void launch_norms(const std::vector<FlatTensor>& tensors, Norm norm, const Norms& norms, cudaStream_t stream);
 
 }  // namespace flatout

@@ -2,7 +2,7 @@
 // warp adds the partial sums of one gradient at a time, in a fixed order.
 #include "scaling/block_sum.cuh"
 #include "scaling/check_chunk.h"
-#include "scaling/norms_launch.h"
+#include "scaling/check_launch.h"
 
 namespace flatout {
 namespace {

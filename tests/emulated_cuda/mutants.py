@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "memset on the wrong stream",
-        "csrc/scaling/kept_counters.h",
+        "csrc/scaling/check_cuda.cpp",
         "sizeof(*counter.own), stream)",
         "sizeof(*counter.own), cudaStreamPerThread)",
         UPDATES,

@@ -3,7 +3,7 @@
 #include "memory.h"
 #include "numbers.h"
 #include "optim/dynamic8.h"
-#include "optim/dynamic8_launch.h"
+#include "optim/step_launch.h"
 #include "stream.h"
 
 namespace harness {

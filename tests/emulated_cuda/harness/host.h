@@ -8,7 +8,6 @@
 #include "optim/storage.h"
 #include "scaling/check_chunk.h"
 #include "scaling/conclusion.h"
-#include "scaling/norms.h"
 
 namespace harness {
 

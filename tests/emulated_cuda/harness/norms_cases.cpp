@@ -6,7 +6,7 @@
 #include "host.h"
 #include "memory.h"
 #include "numbers.h"
-#include "scaling/norms_launch.h"
+#include "scaling/check_launch.h"
 #include "stream.h"
 
 namespace harness {
