@@ -14,7 +14,8 @@ namespace flatout {
 namespace {
 
 // Numbers of the counters in the device's code, by device and stream. One counter per stream is enough,
-// because kernels of a stream run one after another.
+// because kernels of a stream run one after another. torch never destroys a stream. Whoever destroys another
+// stream must wait for its work first, because a new stream may get the same handle, and so the same counter.
 struct KeptCounters {
   std::mutex mutex;
   std::map<std::pair<int32_t, cudaStream_t>, uint32_t> numbers;
@@ -23,9 +24,10 @@ struct KeptCounters {
 
 // Sets the counter and calls launch(). `counter.own` is memory that only this call uses. A captured CUDA
 // graph uses this memory, because a graph may be replayed on any stream, at the same time as other launches.
+// So does cudaStreamPerThread, because this handle stands for one stream per host thread.
 template <class Launch>
 void with_counter(Counter& counter, const Tensor& leader, cudaStream_t stream, const Launch& launch) {
-  if (!is_capturing(stream)) {
+  if (!is_capturing(stream) && stream != cudaStreamPerThread) {
     const std::lock_guard lock(kept.mutex);  // so that launches of one stream do not mix
     const std::pair key(leader.get_device_index(), stream);
     auto entry = kept.numbers.find(key);
