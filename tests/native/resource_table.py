@@ -46,6 +46,11 @@ class Kernel:
     load: int
     store: int
 
+    @property
+    def blocks(self) -> int:
+        """Resident blocks of a multiprocessor."""
+        return -(-self.occupancy * WARPS // 100) * 32 // self.threads
+
 
 WHEELS = Path(sysconfig.get_path("platlib"))
 SEARCH = os.pathsep.join(

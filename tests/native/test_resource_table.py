@@ -59,6 +59,20 @@ def test_vector_kernels_move_16_bytes_at_a_time(kernel: str, loads: bool, stores
     assert all(resources.store == 128 for resources in found if stores)
 
 
+def test_blocks_of_a_step_share_a_multiprocessor() -> None:
+    found = {name: resources for name, resources in EXPECTED.items() if name.startswith("step_kernel")}
+    assert found
+    assert all(resources.blocks >= 2 for resources in found.values())
+
+
+@pytest.mark.parametrize("kernel", ["float, (Kind)0", "bf16, (Kind)0", "bf16, (Kind)1", "bf16, (Kind)2"])
+def test_common_adam_steps_hide_the_start_of_a_block_and_spill_nothing(kernel: str) -> None:
+    dtype, kind = kernel.split(", ")
+    resources = EXPECTED[f"step_kernel<{dtype}, AdamRule<float, false>, {kind}, AdamConfig>"]
+    assert resources.blocks >= 4
+    assert resources.stack == 0
+
+
 def test_a_table_is_read_as_it_was_written() -> None:
     kernels = {"step_kernel<float, Rule<float, true> >": Kernel(512, 40, 75, 0, 128, 64)}
     assert resource_table.read(resource_table.written("13.0.88", kernels)) == ("13.0.88", kernels)
