@@ -152,7 +152,12 @@ def host_seconds(run: Callable[[], object], device: str) -> float:
 
 @dataclass
 class Times:
-    """Seconds by contender and round, and the number of rounds in which the device waited for the host."""
+    """Times of the contenders of a case.
+
+    Attributes:
+        seconds: time of each round, by contender.
+        waited: number of rounds in which the device waited for the host, by contender.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     waited: Counter[str] = field(default_factory=Counter)

@@ -52,9 +52,8 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   0  the gradients are set
   //   1  tensors of the bucket have moved, so a new bucket is necessary
   //   2  the gradients are set, and some are copies, because their strides differ from those of the weights
-  //   3  a gradient is not strided, has another shape than its weight, is on another device, has another
-  //   dtype
-  //      than the first gradient, or has a dtype that the step cannot read
+  //   3  a gradient is not strided, is on another device, differs from its weight in shape or from the first
+  //      gradient in dtype, or has a dtype that the step cannot read
   // No storage may be resized between this call and the step.
   m.def("set_grads(int bucket, Tensor[] grads, int[] which) -> int");
   // Does the work of unscale_and_check for the gradients that are set in buckets of one device. If inv_scale

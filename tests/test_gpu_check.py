@@ -1,4 +1,4 @@
-"""Phases of ``make gpu-check``: their order, limits and selections, and what a phase keeps that reaches its limit."""
+"""``make gpu-check``: order and limits of its phases, choice by name, and the figures of a phase that is cut."""
 
 from __future__ import annotations
 

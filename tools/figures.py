@@ -118,6 +118,11 @@ def measured(benchmark: str, folder: Path | None = None) -> list[Measured]:
 # ---- numbers as text ---------------------------------------------------------------------------------------
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, or with all digits before the point: 0.412, 35.0, 1,234."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
 def times(ratio: float) -> str:
     """Return a ratio with two decimals, or with fewer if it is large."""
     return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 4 else f"{ratio:.2f}×"
@@ -217,7 +222,7 @@ def _update_path_rows(results: Results) -> Iterator[Row]:
     for label, theirs, ours, copy in _updates(results):
         speed = f"{ours['GB/s']:.0f} of {copy:.0f} GB/s"
         ratio = between(ours["ratio_median"], *ours["ratio_quartiles"])
-        yield label, f"{theirs['ms_median']:.3g} ms", f"{ours['ms_median']:.3g} ms", ratio, speed
+        yield label, f"{three_digits(theirs['ms_median'])} ms", f"{three_digits(ours['ms_median'])} ms", ratio, speed
 
 
 def _update_path_bars(results: Results) -> Iterator[Bar]:
@@ -335,7 +340,7 @@ def _waits_rows(results: Results) -> Iterator[Row]:
     for test, (text, ours, theirs) in WAITS.items():
         if test in results:
             seconds = results[test]["seconds"]
-            taken = (f"{1e3 * seconds[side]:.3g} ms" for side in (theirs, ours))
+            taken = (f"{three_digits(1e3 * seconds[side])} ms" for side in (theirs, ours))
             yield text, f"{theirs}", *taken, times(results[test]["ratio"])
 
 
@@ -420,7 +425,7 @@ def _perceptron_rows(results: Results) -> Iterator[Row]:
     seconds = next(values for name, values in each.items() if name.startswith("seconds of"))
     for name, value in seconds.items():
         ratio = each.get("times as fast", {}).get(f"{name} / float32")
-        yield name, f"{value:.3g} s", between(*ratio) if ratio else ""
+        yield name, f"{three_digits(value)} s", between(*ratio) if ratio else ""
 
 
 def _torchscript_rows(results: Results) -> Iterator[Row]:

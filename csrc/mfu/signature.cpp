@@ -145,7 +145,7 @@ py::bytes optimizer_signature(const py::list& params, const py::list& tensors, c
     if (PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) == 0)
       throw py::type_error("tensors must hold tensors");
     prefetch::dlpack::Tensor view{};
-    if (api->view(tensor.ptr(), &view) != 0) {  // without memory of its own
+    if (api->view(tensor.ptr(), &view) != 0) {  // DLPack cannot describe it, e.g. a conjugate
       PyErr_Clear();
       add(nullptr);
       continue;

@@ -103,7 +103,7 @@ class Bucket {
   ScalarType grad_dtype_;
 };
 
-// Buckets by number, because arguments of operators cannot be C++ objects.
+// Operators cannot take C++ objects, so keep_bucket gives each bucket a number.
 int64_t keep_bucket(std::shared_ptr<Bucket> bucket);
 std::shared_ptr<Bucket> find_bucket(int64_t number);
 

@@ -39,8 +39,8 @@ struct BlockStart {
   Extras<compute_t<T>> extras;
 };
 
-// The first phase of a block's start, by kPowers lanes. Writes to `start` part by part. A returned value
-// would stay in registers, which would lower the occupancy of kernels.
+// Begins to fill `start`. kPowers lanes call it: lane 0 finds the place, and each lane computes one power.
+// The result goes to memory, because a returned value would stay in registers and lower the occupancy.
 template <class T, class Rule, class Batch, class Config>
 FLATOUT_HD void find_start(BlockStart<T, Rule>& start, const StepTable& table, const Batch& batch, uint32_t t,
                            uint32_t chunk, const Config& config, uint32_t lane) {
@@ -52,7 +52,7 @@ FLATOUT_HD void find_start(BlockStart<T, Rule>& start, const StepTable& table, c
   start.power[lane] = config.power(lane, step);
 }
 
-// The second phase, by one lane.
+// Fills the rest of `start`. One lane calls it after all lanes of find_start.
 template <class T, class Rule, class Config>
 FLATOUT_HD void finish_start(BlockStart<T, Rule>& start, const Config& config, const Storage& storage) {
   start.rule = config.template at<Rule>(start.step, start.power);

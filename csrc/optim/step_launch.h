@@ -23,7 +23,8 @@ bool launch_step(RuleName rule, int states, const Storage& storage, const StepCo
 // may free them after the call, and a CUDA graph keeps a copy.
 void launch_write(void* to, const void* from, std::size_t bytes, cudaStream_t stream);
 
-// Convert `count` numbers. A tensor has one absmax per kDynamicBlock numbers.
+// Convert `count` numbers into codes of 8 bits, and codes into numbers. `absmax` holds the largest absolute
+// value of each block of kDynamicBlock numbers.
 void launch_encode(const float* values, uint8_t* codes, float* absmax, int64_t count, bool has_sign,
                    cudaStream_t stream);
 void launch_decode(float* values, const uint8_t* codes, const float* absmax, int64_t count, bool has_sign,

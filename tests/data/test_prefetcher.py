@@ -266,7 +266,7 @@ def test_worker_processes():
 
 
 class Gated(Dataset):
-    """Samples of which one waits until the gate opens. This sample is -1 if the gate stays closed for long."""
+    """Dataset of 12 numbers. Number ``gated`` loads only after ``gate`` is set, and becomes -1 after 20 seconds."""
 
     def __init__(self, gated: int) -> None:
         self.gated = gated
@@ -285,7 +285,7 @@ class Gated(Dataset):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_batches_that_are_ready_do_not_wait_for_a_slow_worker(depth, workers):
-    """With two workers, batches that follow the slow one arrive before it."""
+    """One batch is held back. With two workers, the other worker loads later batches meanwhile."""
     dataset = Gated(4)
     loader = DataLoader(dataset, batch_size=None, num_workers=workers)
     iterator = iter(CopyingPrefetcher(loader, "cpu", depth))
