@@ -15,6 +15,7 @@ PYBIND11_MODULE(_host, m) {
 #endif
   m.def("cuda_versions", &flatout::cuda_versions);
   m.def("needed_driver", &flatout::needed_driver, pybind11::arg("runtime"));
+  flatout::bind_signatures(m);
   flatout::bind_mfu(m);
   flatout::bind_prefetch(m);
   flatout::bind_cache(m);

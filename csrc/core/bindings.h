@@ -10,6 +10,7 @@ namespace flatout {
 void bind_cache(pybind11::module_& m);
 void bind_mfu(pybind11::module_& m);
 void bind_prefetch(pybind11::module_& m);
+void bind_signatures(pybind11::module_& m);
 
 // Makes methods raise TypeError on an object that Python made without __init__, as Class.__new__(Class) does.
 // pybind11 would run the method on uninitialized memory.

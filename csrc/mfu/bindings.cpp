@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "core/nvtx.h"
-#include "mfu/per_step.h"
 #include "mfu/step_counter.h"
+#include "mfu/step_types.h"
 
 namespace py = pybind11;
 
@@ -122,9 +122,6 @@ void bind_mfu(py::module_& m) {
       .def("total", &StepCounter::total);
 
   for (const char* name : {"StepReading", "StepTimer", "StepCounter"}) refuse_unmade(m.attr(name));
-  m.add_object("signature", mfu::signature_function());
-  m.def("optimizer_signature", &mfu::optimizer_signature, py::arg("params"), py::arg("tensors"),
-        py::arg("state"), py::arg("Tensor"));
   m.def("show_ranges", &mfu::show_ranges, py::arg("profiler"), py::arg("range"));
   m.def("range_push", &nvtx::push, py::arg("name").none(false));
   m.def("range_pop", &nvtx::pop);

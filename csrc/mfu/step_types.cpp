@@ -1,13 +1,14 @@
-// step_types.cpp: the types `Step` and `Phase`.
+// step_types.cpp: implementation of step_types.h.
+#include "mfu/step_types.h"
+
 #include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 
+#include "core/fast_call.h"
 #include "core/nvtx.h"
-#include "mfu/fast_call.h"
-#include "mfu/per_step.h"
 #include "mfu/step_counter.h"
 
 namespace py = pybind11;

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/dlpack.h"
 #include "core/release_gil.h"
-#include "prefetch/dlpack.h"
 #include "prefetch/stager.h"
 
 namespace py = pybind11;

@@ -1,15 +1,15 @@
-// signature.cpp: signatures of batches and of optimizers. This module does not use torch, so it reads tensors
-// through their Python attributes, or through DLPack.
+// signature.cpp: signatures of batches and of optimizers, which show a change at little cost. This module
+// does not use torch, so it reads tensors through their Python attributes, or through DLPack.
 #include <cstdint>
 #include <vector>
 
-#include "mfu/fast_call.h"
-#include "mfu/per_step.h"
-#include "prefetch/dlpack.h"
+#include "core/bindings.h"
+#include "core/dlpack.h"
+#include "core/fast_call.h"
 
 namespace py = pybind11;
 
-namespace flatout::mfu {
+namespace flatout {
 namespace {
 
 struct Names {
@@ -126,13 +126,13 @@ PyObject* signature(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return result;
 }
 
-}  // namespace
-
+// Returns the identities of `params` and of all values in `state`, with the memory, dtypes, shapes and
+// strides of `tensors`, as bytes.
 py::bytes optimizer_signature(const py::list& params, const py::list& tensors, const py::dict& state,
                               const py::type& tensor_type) {
   const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
-  const auto* api = static_cast<const prefetch::dlpack::ExchangeApi*>(
-      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  const auto* api =
+      static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) throw py::error_already_set();
   while (api->version[0] != 1 && api->older != nullptr) api = api->older;
   std::vector<std::int64_t> words;
@@ -144,7 +144,7 @@ py::bytes optimizer_signature(const py::list& params, const py::list& tensors, c
   for (const py::handle tensor : tensors) {
     if (PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) == 0)
       throw py::type_error("tensors must hold tensors");
-    prefetch::dlpack::Tensor view{};
+    dlpack::Tensor view{};
     if (api->view(tensor.ptr(), &view) != 0) {  // DLPack cannot describe it, e.g. a conjugate
       PyErr_Clear();
       add(nullptr);
@@ -163,9 +163,14 @@ py::bytes optimizer_signature(const py::list& params, const py::list& tensors, c
   return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(std::int64_t)};
 }
 
-py::object signature_function() {
+}  // namespace
+
+void bind_signatures(py::module_& m) {
   static PyMethodDef definition = {"signature", as_method(signature), METH_FASTCALL, nullptr};
-  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, nullptr));
+  m.add_object("signature",
+               py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, nullptr)));
+  m.def("optimizer_signature", &optimizer_signature, py::arg("params"), py::arg("tensors"), py::arg("state"),
+        py::arg("Tensor"));
 }
 
-}  // namespace flatout::mfu
+}  // namespace flatout

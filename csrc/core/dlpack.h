@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace flatout::prefetch::dlpack {
+namespace flatout::dlpack {
 
 inline constexpr std::int32_t cpu =
     1;  // kDLCPU; pinned memory is exported as plain host memory, like torch's
@@ -43,4 +43,4 @@ struct ExchangeApi {
   int (*view)(void* py_object, Tensor* out);  // borrows; on failure, sets Python's error and returns -1
 };
 
-}  // namespace flatout::prefetch::dlpack
+}  // namespace flatout::dlpack

@@ -1,6 +1,5 @@
-// per_step.h: what Python calls in every step: the context managers `Step` and `Phase`, and signatures, which
-// show a change. All use Python's C API. A Python class takes ten times as long after training has emptied
-// the caches.
+// step_types.h: `Step` and `Phase`, the context managers of a training loop. Both are types of Python's C
+// API. A Python class takes ten times as long after training has emptied the caches.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,15 +19,5 @@ void show_ranges(pybind11::dict profiler, pybind11::object range);
 pybind11::object step_of(const pybind11::object& counter);
 // phase(token, name) -> Phase
 pybind11::object phase_of(const pybind11::object& counter);
-
-// Returns the Python function signature(value, Tensor, tensors_of) -> bytes. The bytes hold shape, dtype and
-// requires_grad of every tensor in `value`, in order. The function searches tuples, lists and dicts. For any
-// other object, tensors_of(object) must return a list of tensors.
-pybind11::object signature_function();
-
-// Returns the identities of `params` and of all values in `state`, with the memory, dtypes, shapes and
-// strides of `tensors`, as bytes.
-pybind11::bytes optimizer_signature(const pybind11::list& params, const pybind11::list& tensors,
-                                    const pybind11::dict& state, const pybind11::type& tensor_type);
 
 }  // namespace flatout::mfu
