@@ -39,6 +39,8 @@ class NativeStep(torch.optim.Optimizer):
     _rule: ClassVar[str]
     # torch.amp.GradScaler then passes `grad_scale` and `found_inf` as tensors, without .item().
     _step_supports_amp_scaling = True
+    _detects_writes = False
+    """True while flatout captures the step, and itself detects writes to parameters between replays."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class NativeStep(torch.optim.Optimizer):
         self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
     ) -> None:
         scalars = [self._scalars(bucket, factor, found_inf, unscales) for bucket in ready]
-        in_captures = not getattr(self, "_detects_writes", False)
+        in_captures = not self._detects_writes
         for bucket in ready:
             bucket.refresh_masters(in_captures)
         # All memory is allocated now, except for the tables of CUDA launches, which are small and made once.
