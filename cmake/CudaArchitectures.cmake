@@ -2,8 +2,9 @@
 # Sets `problem` if there are none. Enables no language, so that a script can run this file.
 #
 #   AUTO  those of the variable TORCH_CUDA_ARCH_LIST, else those of the GPUs that nvidia-smi lists, else ALL
-#   ALL   those below; the last one also carries PTX for newer GPUs
-set(all_archs 75-real 80-real 86-real 89-real 90-real 100-real 120)
+#   ALL   those below. GPUs of 86, 87 and 89 run code of 80, and GPUs of 103 and 121 run code of 100 and 120. Newer GPUs
+#         compile the PTX of 80.
+set(all_archs 75-real 80 90-real 100-real 120-real)
 
 # Sets `result` to the architecture for GPUs of compute capability `number`: their own, or an older one with PTX. The
 # result is empty if the toolkit supports only newer GPUs.
@@ -13,7 +14,7 @@ function(arch_for_gpu number result)
     set(arch ${number}-real)
   else()
     foreach(older IN LISTS all_archs)
-      string(REPLACE "-real" "" older ${older})
+      string(REGEX MATCH "^[0-9]+" older ${older})
       if(sm_${older} IN_LIST known AND older LESS number)
         set(arch ${older})
       endif()
@@ -90,3 +91,18 @@ elseif(dropped)
   message(STATUS "CUDA ${cuda_version} does not support the architectures ${dropped}. This build has ${kept}")
 endif()
 set(FLATOUT_CUDA_ARCHS ${kept})
+
+# nvcc takes 2.5 times as long to make PTX as to assemble it. The kernels use no instruction that is newer than 80, so
+# all GPUs from 80 on are assembled from one PTX.
+set(FLATOUT_SHARED_PTX)
+set(FLATOUT_OWN_PTX)
+foreach(arch IN LISTS FLATOUT_CUDA_ARCHS)
+  if(arch MATCHES "^([0-9]+)-real$" AND CMAKE_MATCH_1 GREATER 80 AND sm_80 IN_LIST known)
+    list(APPEND FLATOUT_SHARED_PTX "--generate-code=arch=compute_80,code=[sm_${CMAKE_MATCH_1}]")
+  else()
+    list(APPEND FLATOUT_OWN_PTX ${arch})
+  endif()
+endforeach()
+if(NOT FLATOUT_OWN_PTX)
+  set(FLATOUT_OWN_PTX OFF)
+endif()

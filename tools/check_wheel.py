@@ -28,7 +28,7 @@ LARGEST_WHEEL = 30_000_000
 NEWEST_GLIBC = (2, 34)
 """Platform tags up to ``manylinux_2_34`` are accepted."""
 
-ALL_ARCHS = ("75-real", "80-real", "86-real", "89-real", "90-real", "100-real", "120")
+ALL_ARCHS = ("75-real", "80", "90-real", "100-real", "120-real")
 """CUDA architectures of a published wheel, as in ``cmake/CudaArchitectures.cmake``."""
 
 FILES_OF_A_WHEEL = re.compile(

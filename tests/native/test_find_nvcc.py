@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
-ALL = "75-real;80-real;86-real;89-real;90-real;100-real;120"
+ALL = "75-real;80;90-real;100-real;120-real"
 TOOLKITS = {
     "11.5": (50, 60, 70, 75, 80, 86),
     "12.0": (50, 60, 70, 75, 80, 86, 89, 90),
@@ -28,11 +28,16 @@ pytestmark = pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 
 @dataclass(frozen=True)
 class Choice:
-    """Exit status, nvcc's path below the test's root, chosen architectures, and messages of CMake."""
+    """Exit status, nvcc's path below the test's root, chosen architectures, and messages of CMake.
+
+    ``own_ptx`` has the architectures that CMake compiles, and ``shared_ptx`` those assembled from PTX of 80.
+    """
 
     status: int
     nvcc: str
     archs: str
+    own_ptx: str
+    shared_ptx: list[str]
     messages: str
 
 
@@ -68,7 +73,8 @@ class Machine:
         script.write_text(
             "cmake_minimum_required(VERSION 3.25)\n"
             f'include("{ROOT / "cmake/FindNvcc.cmake"}")\n'
-            'message(STATUS "chosen <${FLATOUT_NVCC}> <${FLATOUT_CUDA_ARCHS}>")\n'
+            'message(STATUS "chosen <${FLATOUT_NVCC}> <${FLATOUT_CUDA_ARCHS}> <${FLATOUT_OWN_PTX}> '
+            '<${FLATOUT_SHARED_PTX}>")\n'
         )
         assert CMAKE is not None
         result = subprocess.run(
@@ -81,9 +87,11 @@ class Machine:
             capture_output=True,
             text=True,
         )
-        chosen = re.search(r"chosen <(.*)> <(.*)>", result.stdout)
-        nvcc, found = chosen.groups() if chosen else ("", "")
-        return Choice(result.returncode, nvcc.removeprefix(str(self.root)), found, result.stdout + result.stderr)
+        chosen = re.search(r"chosen <(.*)> <(.*)> <(.*)> <(.*)>", result.stdout)
+        nvcc, found, own, options = chosen.groups() if chosen else ("", "", "", "")
+        shared = re.findall(r"--generate-code=arch=compute_80,code=\[sm_(\d+)\]", options)
+        messages = result.stdout + result.stderr
+        return Choice(result.returncode, nvcc.removeprefix(str(self.root)), found, own, shared, messages)
 
 
 @pytest.fixture
@@ -122,8 +130,8 @@ def test_an_nvcc_of_the_path_is_found_by_its_name(machine: Machine) -> None:
     [
         ("13.0", "ALL", ALL),
         ("12.8", "ALL", ALL),
+        ("12.1", "ALL", "75-real;80;90-real"),
         # The toolkit lacks the architecture with PTX, so PTX moves to the newest remaining one.
-        ("12.1", "ALL", "75-real;80-real;86-real;89-real;90"),
         ("12.1", "100-real;120-virtual;90-real;80-real", "90;80-real"),
         ("12.1", "80;90-virtual;120", "80;90-virtual"),
         # PTX of 90a does not run on newer GPUs.
@@ -145,6 +153,24 @@ def test_architectures_that_the_toolkit_lacks_are_left_out(
         choice = machine.choose(cuda, archs)
         assert (choice.status, choice.nvcc, choice.archs) == (0, "/usr/local/cuda/bin/nvcc", kept)
         assert "CMake Warning" not in choice.messages
+
+
+@pytest.mark.parametrize(
+    ("version", "archs", "own", "shared"),
+    [
+        ("13.0", "ALL", "75-real;80", ["90", "100", "120"]),
+        ("12.1", "ALL", "75-real;80", ["90"]),
+        ("13.0", "90-real", "OFF", ["90"]),
+        ("13.0", "75-real", "75-real", []),
+        # Code for one model of GPU, PTX of a newer architecture, and names keep a compilation of their own.
+        ("13.0", "90a-real;100;121-virtual", "90a-real;100;121-virtual", []),
+        ("13.0", "native", "native", []),
+    ],
+)
+def test_gpus_from_80_on_share_one_ptx(machine: Machine, version: str, archs: str, own: str, shared: list[str]) -> None:
+    machine.install("/usr/local/cuda/bin", version)
+    choice = machine.choose(archs=archs)
+    assert (choice.own_ptx, choice.shared_ptx) == (own, shared)
 
 
 def test_a_build_for_others_has_all_architectures(machine: Machine) -> None:
