@@ -38,14 +38,19 @@ headers := $(filter %.h %.cuh,$(native))
 formatted := $(filter %.h %.cuh %.cpp %.cu,$(native)) $(shell find tests/emulated_cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 tidied := $(patsubst %,build/tidy/%.ok,$(filter %.cpp,$(native)))
 
-.PHONY: demo test test-scripts test-situations test-emulated lint format test-torches gpu-check clean FORCE
+.PHONY: demo test test-slow test-scripts test-situations test-emulated lint format test-torches gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native
 	$(VENV)/bin/python -m flatout demo $(ARGS)
 
+SUITE := --ignore=tests/foreign_scripts --ignore=tests/situations
 test: $(VENV)/.native $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(PARALLEL) --ignore=tests/foreign_scripts --ignore=tests/situations $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(SUITE) -m 'not slow' $(ARGS)
+
+# Tests that take more than five seconds each: several ranks, kills, notebooks, examples, scripts.
+test-slow: $(VENV)/.native $(VENV)/.dev
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(SUITE) -m slow $(ARGS)
 
 # Whole training scripts of 19 kinds, each run once by python and twice by flatout run. Each run is a separate process.
 test-scripts: $(VENV)/.native $(VENV)/.dev

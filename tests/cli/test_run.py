@@ -16,6 +16,8 @@ import pytest
 from tests.jobs import NO_TECHNIQUES
 from tests.reasons import reasons
 
+pytestmark = pytest.mark.slow
+
 PLAIN = [sys.executable]
 ON_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 UNDER_FLATOUT = [sys.executable, "-m", "flatout", "run"]

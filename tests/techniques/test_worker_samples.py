@@ -11,7 +11,7 @@ from tests.reasons import reasons
 from tests.techniques.harness import STARVED, TECHNIQUES, candidates, decided, given_timings, refusal, tuned_workers
 from tests.techniques.worker_jobs import Numbers, job_with, numbers_of, run_with
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 # -- random augmentation -------------------------------------------------------------------------------------
@@ -69,7 +69,6 @@ def test_all_samples_draw_different_numbers_from_any_generator(how, workers):
     assert drawn == drawn_by(with_workers(augmented(how), workers).loader) != drawn_by(augmented(how))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["numpy.Generator", "of the module"])
 def test_workers_that_are_spawned_draw_their_own_numbers(how):
     workers = {"num_workers": 2, "multiprocessing_context": "spawn"}

@@ -7,6 +7,8 @@ import pytest
 from tests.ranks import RankPool
 from tests.tuning import size_checks as checks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("samples", [16, 9])
 def test_a_given_size_is_that_of_all_ranks(pool: RankPool, samples: int) -> None:
