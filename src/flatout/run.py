@@ -18,7 +18,7 @@ from flatout.core.progress_setting import wants_progress
 from flatout.core.standard_error import say
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
-from flatout.distributed.agreement import OwnError
+from flatout.distributed.agreement import OwnError, RankFailure
 from flatout.mfu import MfuCounter, Phases
 from flatout.mfu.verdict import Verdict
 from flatout.plan import Plan
@@ -232,13 +232,18 @@ class Run(Resumable, Described):
                 "Call model.train() before training",
                 stacklevel=2,
             )
-        with self._counter.step(*self._job.work(batch)) as step:
+        job = self._job
+        stepper = job.stepper
+        with self._counter.step(*job.work(batch)) as step:
             with step.phase("h2d"):
-                batch = to_device(batch, self._job.spec.device)
-            self._job.stepper.weigh(batch, getattr(self.loader, "share", None))
-            with OwnError():
+                batch = to_device(batch, job.spec.device)
+            stepper.weigh(batch, self.loader)
+            try:
                 loss = self._recovery.step(batch, step.phase)
-            if not self._job.stepper.pending:
+            except RankFailure as failure:
+                with OwnError():
+                    raise failure
+            if self._scheduler is not None and not stepper.pending:
                 self._step_scheduler()
         self.steps += 1
         if self.steps >= self._finite.next_look:

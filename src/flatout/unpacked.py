@@ -8,7 +8,6 @@ from flatout.report import wording
 from flatout.report.model import Summary
 from flatout.report.receipt import is_timed
 from flatout.training.job import Job
-from flatout.training.stepper import EAGER
 
 
 def lines(summary: Summary, job: Job, scheduler: Any) -> list[str]:
@@ -38,7 +37,7 @@ def _only_in_step(job: Job, scheduler: Any) -> list[str]:
     stepper = job.stepper
     parts = {
         "the loss scaler that fp16 needs": stepper.scaler is not None,
-        "cuda_graph": stepper.runner is not EAGER,
+        "cuda_graph": stepper.runner is not None,
         "compile": job.objective.compiled is not None,
         f"micro-batches of {stepper.micro_batches.size}": stepper.micro_batches.size is not None,
         f"accumulate={stepper.accumulate}": stepper.accumulate > 1,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src" / "flatout"
 FILE = Path(__file__).with_name("mutants.jsonl")
-_STEPPER = ("stepper", "objective", "job_state", "micro_batches", "buffers", "recovery", "step_checkpoint")
+_STEPPER = ("stepper", "parallel_stepper", "objective", "job_state", "micro_batches", "recovery")
 _GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
 _TRIALS = ("block", "timing", "noise", "sequence", "trial", "factorial", "combination_*", "statistics", "race")
 _DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "same_draws")

@@ -215,7 +215,7 @@ def test_a_scaled_loss_has_its_gradients_computed_apart() -> None:
     batches = list(torch.utils.data.DataLoader(make_data(64), batch_size=16))
     model = Net()
     job = job_of(model, batches, torch.optim.Adam(model.parameters()), loss_fn=functional.cross_entropy)
-    job.stepper.runner = lambda stepper, batch, phase: stepper.eager_step([batch], phase)
+    job.stepper.runner = lambda stepper, batch, phase: stepper.eager_step(batch, phase)
     assert not updates_have_gradients(job)
     assert not updates_have_gradients(job_of(model, batches, loss_fn=functional.cross_entropy))
 

@@ -400,6 +400,8 @@ def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool =
         device: the target device.
         non_blocking: return before copies from pinned memory have finished, as ``Tensor.to`` does.
     """
+    if type(batch) is tuple and all(type(part) is Tensor and part.device == device for part in batch):
+        return batch  # fast path for every step
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=non_blocking)

@@ -59,7 +59,8 @@ def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[Non
 
 def has_users_pre_hooks() -> bool:
     """Return True if the user has registered a global step pre-hook, which may change parameters or gradients."""
-    return any(hook is not _call_checks for hook in _global_optimizer_pre_hooks.values())
+    hooks = _global_optimizer_pre_hooks
+    return bool(hooks) and any(hook is not _call_checks for hook in hooks.values())
 
 
 def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:

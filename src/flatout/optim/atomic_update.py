@@ -64,17 +64,20 @@ class AtomicUpdate:
         self.has_rewritten_gradients = False
         self._parameters: list[Tensor] = []
         self._alike: list[list[Tensor]] = []
+        self._step: tuple[Any, bool] = None, False
+        """The last ``step`` of the optimizer's class, and whether its code is torch's."""
 
     def __enter__(self) -> AtomicUpdate:
         optimizer = self.optimizer
         self.has_rewritten_gradients = False
-        self._is_torchs_own = _is_torchs_own(optimizer)
+        self._is_torchs_own = self._runs_only_torchs_code()
         parameters = parameters_of(optimizer)
         if not _are_same(parameters, self._parameters):
             self._parameters, self._alike = parameters, _alike(optimizer)
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._lengths = [_length(entry) for entry in optimizer.state.values()]
-        self._handed = {name: vars(optimizer)[name] for name in _HANDED if name in vars(optimizer)}
+        self._groups = [] if self._is_torchs_own else [dict(group) for group in optimizer.param_groups]
+        self._lengths = list(map(_length, optimizer.state.values()))
+        own = vars(optimizer)
+        self._handed = {name: own[name] for name in _HANDED if name in own}
         self._witnesses = self._first_written()
         self._values = self._values_of(self._witnesses)
         self._versions = versions(self._values)
@@ -111,6 +114,20 @@ class AtomicUpdate:
         gradient, version = self._first_gradient()
         self.has_rewritten_gradients = gradient is not self._gradient[0] or version != self._gradient[1]
 
+    def _runs_only_torchs_code(self) -> bool:
+        """Return True if nothing but the code of torch runs in the optimizer's step."""
+        optimizer, cls = self.optimizer, type(self.optimizer)
+        if cls.step is not self._step[0]:
+            file = unhooked_step(cls).__code__.co_filename
+            self._step = cls.step, cls.__module__.startswith("torch.optim") and file.startswith(_TORCHS_FOLDER)
+        return self._step[1] and not (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_post_hooks
+            or has_users_pre_hooks()
+            or is_patched(optimizer)
+        )
+
     def _first_written(self) -> list[Tensor]:
         """Return the parameters whose versions, with those of their state, show if anything has changed."""
         if not self._is_torchs_own:
@@ -120,7 +137,7 @@ class AtomicUpdate:
             first = next((p for p in alike if p.grad is not None), None)
             if first is not None:
                 found.append(first)
-                if not state.get(first):
+                if state and not state.get(first):
                     found += [p for p in alike if p.grad is not None and state.get(p)][:1]
         return found
 
@@ -156,23 +173,11 @@ class AtomicUpdate:
             if isinstance(entry, dict):
                 for name in list(entry)[length:]:
                     del entry[name]
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, before in zip(optimizer.param_groups, self._groups, strict=False):  # torch's own change no option
             group.update(before)
         for name in _HANDED:  # a failed step of torch's GradScaler leaves them set
             vars(optimizer).pop(name, None)
         vars(optimizer).update(self._handed)
-
-
-def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if nothing but the code of torch runs in the optimizer's step."""
-    return (
-        type(optimizer).__module__.startswith("torch.optim")
-        and unhooked_step(type(optimizer)).__code__.co_filename.startswith(_TORCHS_FOLDER)
-        and not optimizer._optimizer_step_pre_hooks
-        and not has_users_pre_hooks()
-        and not _has_post_hooks(optimizer)
-        and not is_patched(optimizer)
-    )
 
 
 def _has_post_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,7 +20,7 @@ from flatout.techniques.candidate import Candidate
 from flatout.training.capture_guards import sign
 from flatout.training.graph_recorder import CudaRecorder, Recorder
 from flatout.training.graphed_step import GraphedStep
-from flatout.training.stepper import EAGER, Stepper
+from flatout.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -60,7 +60,7 @@ class GraphCandidate(Candidate):
     def _turn_off(self) -> None:
         stepper = self._stepper()
         if stepper is not None:
-            self._parked, stepper.runner = self.runner, EAGER
+            self._parked, stepper.runner = self.runner, None
 
     def end_warmup(self) -> None:
         """Treat all later steps as real training steps."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flatout.core.errors import Unsuitable
-from flatout.training.buffers import buffers_of
+from flatout.training.micro_batches import buffers_of
 
 _CALL = "flatout_call"
 

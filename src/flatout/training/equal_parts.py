@@ -18,8 +18,7 @@ from flatout.core.instance_class import as_written
 from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
-from flatout.training.buffers import Buffers
-from flatout.training.micro_batches import Part
+from flatout.training.micro_batches import Buffers, Part
 from flatout.training.stepper import Stepper
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype
 

@@ -18,7 +18,6 @@ from flatout.core.errors import Unsuitable
 from flatout.mfu.ranges import nvtx_range
 from flatout.training.capture_guards import CaptureGuards, sign
 from flatout.training.graph_recorder import Recorder
-from flatout.training.micro_batches import Part
 from flatout.training.stepper import PhaseOf, Stepper
 
 WARM_UP = 3
@@ -100,7 +99,7 @@ class GraphedStep:
         """Run one step by replay, capture or eagerly. Arguments and result are as for ``Stepper.step``."""
         signed = None if self.failure or _is_under_a_mode(stepper.spec.device) else sign(batch, stepper.spec.device)
         if signed is None:
-            return stepper.eager_step([Part(batch)], phase)
+            return stepper.eager_step(batch, phase)
         self._compare(stepper)
         key, tensors = signed
         if self._constants is not None and self._constants.written():
@@ -157,7 +156,7 @@ class GraphedStep:
         """Run an eager step, which warms up its signature."""
         if key in self._seen or len(self._seen) < MOST_SIGNATURES:
             self._seen[key] += 1
-        loss = self._recorder.aside(lambda: stepper.eager_step([Part(batch)], phase))
+        loss = self._recorder.aside(lambda: stepper.eager_step(batch, phase))
         self._note(stepper)
         return loss
 
@@ -179,7 +178,7 @@ class GraphedStep:
         for _ in range(WARM_UP - 1):
             self._eager(stepper, key, batch, phase)
         self._seen[key] += 1
-        loss = self._recorder.strictly(lambda: stepper.eager_step([Part(batch)], phase))
+        loss = self._recorder.strictly(lambda: stepper.eager_step(batch, phase))
         self._compare(stepper)
         self._note(stepper)
         return self._graphed(stepper, key, batch, tensors, phase) if self._is_ready(key) else loss
@@ -210,7 +209,7 @@ class GraphedStep:
 
         def work() -> tuple[Tensor, list[Tensor | None], Tensor | None]:
             with constants.rates.lent(optimizer):
-                loss = stepper.eager_step([Part(inputs)], _unheard)
+                loss = stepper.eager_step(inputs, _unheard)
             return loss, [p.grad for p in constants.trained], None if scaler is None else scaler.last_step_skipped
 
         state = {p: (entry, dict(entry)) for p, entry in optimizer.state.items()}

@@ -15,6 +15,7 @@ from flatout.data.loaders import Randomness, changed_by_reading, randomness_of, 
 from flatout.data.seeding import is_seeded
 from flatout.mfu.signatures import CountedWork
 from flatout.training.objective import Objective
+from flatout.training.parallel_stepper import ParallelStepper
 from flatout.training.spec import Spec
 from flatout.training.step_flops import counted_work
 from flatout.training.stepper import Stepper
@@ -105,5 +106,6 @@ class Job:
     def __post_init__(self) -> None:
         objective = Objective(self.spec)
         object.__setattr__(self, "objective", objective)
-        object.__setattr__(self, "stepper", Stepper(self.spec, objective))
+        stepper = Stepper if self.spec.ranks.size == 1 else ParallelStepper
+        object.__setattr__(self, "stepper", stepper(self.spec, objective))
         object.__setattr__(self, "work", counted_work(objective))

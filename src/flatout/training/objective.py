@@ -68,21 +68,18 @@ class Objective:
             TypeError: the batch is neither a pair nor a mapping and there is no ``compute_loss``.
             MissingLossError: ``has_loss`` is True, but there is neither a loss nor an output with ``.loss``.
         """
-        with self.plain():
-            return self._loss(batch)
-
-    def _loss(self, batch: Any) -> Tensor:
         spec = self.spec
-        if spec.compute_loss is not None:
-            return spec.compute_loss(spec.model, self.lent(batch))
-        output, target = self.forward(batch)
-        if spec.loss_fn is not None:
-            if target is None:
-                raise TypeError(
-                    f"batches must be (x, y) pairs for loss_fn, got {type(batch).__name__}. "
-                    f"Replace loss_fn by {compute_loss_line(spec.model, batch, has_loss_fn=True)}"
-                )
-            return spec.loss_fn(output, target)
+        with self.plain():
+            if spec.compute_loss is not None:
+                return spec.compute_loss(spec.model, self.lent(batch))
+            output, target = self._forward(batch)
+            if spec.loss_fn is not None:
+                if target is None:
+                    raise TypeError(
+                        f"batches must be (x, y) pairs for loss_fn, got {type(batch).__name__}. "
+                        f"Replace loss_fn by {compute_loss_line(spec.model, batch, has_loss_fn=True)}"
+                    )
+                return spec.loss_fn(output, target)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is not None:
             return loss
@@ -104,6 +101,8 @@ class Objective:
 
     def _forward(self, batch: Any) -> tuple[Any, Any]:
         model, batch = self.spec.model, self.lent(batch)
+        if type(batch) in (tuple, list) and len(batch) == 2:  # nearly every batch
+            return model(batch[0]), batch[1]
         if isinstance(batch, Mapping):
             return model(**batch), None
         if isinstance(batch, Tensor):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +15,14 @@ from torch import Tensor
 
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
-from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes, versions
 from flatout.training.autocast import autocast_dtype
 from flatout.training.equal_parts import STATEMENT, why_parts_differ
 from flatout.training.micro_batches import Part, part_sizes
-from flatout.training.step_checkpoint import StepCheckpoint, aside
 from flatout.training.stepper import PhaseOf, Stepper, as_range
+
+_grad = attrgetter("grad")
+_values = methodcaller("values")
 
 
 class Recovery:
@@ -67,21 +72,22 @@ class Recovery:
             flatout.optim.PartialUpdateError: an optimizer that is not flatout's failed in the middle of its step.
             RankFailure: the step failed on some of the ranks.
         """
-        stepper, begun, failure = self._stepper, self._begin(), ""
+        stepper, failure = self._stepper, ""
+        begun = self._begin(adds=stepper.pending > 0)
         try:
             parts = stepper.parts(batch)
         except BaseException:
-            begun.random.restore()
+            begun.restore_draws()
             raise
         # Ranks decide by the limit, which is the same on all ranks. The number of parts may differ, because one rank
         # may have a sample more.
         if len(parts) == 1 if stepper.sync is None else self._micro.size is None:
             try:
-                return stepper.step_in_parts(parts, phase)
+                return stepper.step_whole(batch, phase)
             except RuntimeError as error:
                 if stepper.sync is not None and stepper.sync.allow_unused(error):
                     begun.undo()
-                    begun.random.restore()
+                    begun.restore_draws()
                 elif ran_out_of_memory(error):
                     failure = formatting.first_line(error)
                 else:
@@ -190,7 +196,7 @@ class Recovery:
             self._difference = why_parts_differ(self._stepper, part.batch, -(-size // 2))
         if self._difference:
             self._fail(failure, f"parts of it assume that {STATEMENT}, but {self._difference}", height)
-        begun.random.restore()
+        begun.restore_draws()
         with aside(whole):
             return self._in_parts(self._parts_of(part), phase, moved, height)
 
@@ -217,7 +223,7 @@ class Recovery:
     def _part(self, part: Part, phase: PhaseOf, height: int | None) -> Tensor:
         if self._micro.splits(part.batch):  # an earlier part has failed
             return self._in_parts(self._parts_of(part), phase, height=height)
-        begun = self._begin(in_parts=True)
+        begun = self._begin(adds=True)
         try:
             return self._stepper.add_gradients(part, phase)
         except RuntimeError as error:
@@ -226,13 +232,11 @@ class Recovery:
             failure = formatting.first_line(error)
         return self._in_smaller_parts(part, begun, phase, failure, height)
 
-    def _begin(self, *, in_parts: bool = False) -> StepCheckpoint:
-        """Record the state before a step, or before a part of a step."""
-        adds = in_parts or self._stepper.pending > 0
+    def _begin(self, *, adds: bool) -> StepCheckpoint:
+        """Record the state before a step, or before a part of a step, that adds to gradients or not."""
         # At the start of an update only parameters outside the optimizer have gradients.
-        return StepCheckpoint(
-            self._stepper, self._micro.slots, self._trained() if adds else self._stepper.not_updated, adds=adds
-        )
+        parameters = self._trained() if adds else self._stepper.not_updated
+        return StepCheckpoint(self._stepper, self._micro.slots, parameters, adds=adds)
 
     def _trained(self) -> list[Tensor]:
         """Return all parameters that get gradients, in the optimizer's present groups and outside the optimizer."""
@@ -241,7 +245,8 @@ class Recovery:
 
     def _free_memory(self) -> None:
         """Free all memory that is not in use."""
-        self._stepper.runner.release()
+        if self._stepper.runner is not None:
+            self._stepper.runner.release()
         free_memory(self._stepper.spec.device)
 
     def _height(self) -> int | None:
@@ -255,7 +260,7 @@ class Recovery:
 
     def _tell(self, size: int, begun: StepCheckpoint) -> None:
         seen = []
-        if begun.random.moved():
+        if begun.has_drawn():
             seen.append("random numbers (Dropout's masks) are drawn for each part")
         if any(p._backward_hooks for p in self._trained()):
             seen.append("hooks see the gradients of each part")
@@ -293,3 +298,124 @@ class Recovery:
             f"Parameters that are trained take {formatting.size_of(weights)}, gradients as much, optimizer state "
             f"{formatting.size_of(state)}. What would help: {'; '.join(steps)}"
         )
+
+
+def _gpu_position(device: torch.device) -> tuple[torch.Generator, int, int] | None:
+    """Return the generator of a GPU, its seed and its offset, or None for a device that is not CUDA."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    return generator, generator.initial_seed(), generator.get_offset()
+
+
+class StepCheckpoint:
+    """Cheap record of the state before a step, or before a part of a step.
+
+    The record has positions of generators and versions of tensors, but no copies of buffers. The position of a CUDA
+    generator is two numbers. The CPU generator has no such position, so its state of 5 KB is copied.
+
+    Args:
+        stepper: runs the step.
+        slots: the buffers of each module, by name.
+        parameters: parameters that may have gradients already.
+        adds: True if these parameters may have gradients of the current update.
+    """
+
+    def __init__(
+        self, stepper: Stepper, slots: Sequence[dict[str, Tensor | None]], parameters: Sequence[Tensor], *, adds: bool
+    ) -> None:
+        self.pending = stepper.pending
+        self._stepper = stepper
+        self._slots = slots
+        self._adds = adds
+        self._params = parameters
+        self._draws = torch.default_generator.get_state()
+        self._gpu_draws = None if stepper.spec.device.type == "cpu" else _gpu_position(stepper.spec.device)
+        self._buffers = list(chain.from_iterable(map(_values, slots))) if slots else []
+        self._buffer_versions = versions(self._buffers) if slots else []
+        self._grads = list(map(_grad, parameters)) if parameters else []
+        self._versions = versions(self._grads) if parameters else []
+
+    def restore_draws(self) -> None:
+        """Restore the generators of torch's operations."""
+        torch.default_generator.set_state(self._draws)
+        if self._gpu_draws is not None:
+            generator, seed, offset = self._gpu_draws
+            generator.manual_seed(seed)
+            generator.set_offset(offset)
+
+    def has_drawn(self) -> bool:
+        """Return True if a generator has drawn numbers since the checkpoint."""
+        if not torch.equal(torch.default_generator.get_state(), self._draws):
+            return True
+        return self._gpu_draws is not None and self._gpu_draws[0].get_offset() != self._gpu_draws[2]
+
+    def undo(self) -> list[Tensor]:
+        """Drop the gradients since the checkpoint.
+
+        Returns:
+            Parameters that had gradients before, and whose gradients now include the whole batch. A backward adds to a
+                parameter's gradient once, after it has computed the sum of all uses.
+        """
+        if not self._adds:
+            self._stepper.zero_grad()
+        whole = []
+        for p, grad, version in zip(self._params, self._grads, self._versions, strict=True):
+            if grad is None:
+                p.grad = None
+            elif p.grad is not grad or versions([grad]) != [version]:
+                whole.append(p)
+        return whole
+
+    def buffers_that_moved(self) -> list[bool]:
+        """Return for each module with buffers True if they have been updated since the checkpoint.
+
+        Some kernels write running statistics without a version change. So one changed buffer marks all buffers of its
+        module.
+        """
+        now = list(chain.from_iterable(map(_values, self._slots)))
+        if len(now) != len(self._buffers):
+            return [True] * len(self._slots)
+        same = [
+            new is old and version == then
+            for new, old, version, then in zip(now, self._buffers, versions(now), self._buffer_versions, strict=True)
+        ]
+        which = iter(same)
+        return [not all([next(which) for _ in range(len(slots))]) for slots in self._slots]
+
+    @contextlib.contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Roll back to the checkpoint if an error leaves the block."""
+        try:
+            yield
+        except BaseException as error:
+            lost = self._stepper.pending if self.undo() else 0
+            self.restore_draws()
+            if lost:
+                self._stepper.abandon()
+                if ran_out_of_memory(error):
+                    raise torch.OutOfMemoryError(
+                        f"{error}. Gradients accumulated before hold part of this batch: those of {lost} before it "
+                        "are lost, too"
+                    ) from None
+            raise
+
+
+@contextlib.contextmanager
+def aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Discard new gradients of these parameters inside the block, and restore their gradients after the block."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    grads = list(map(_grad, parameters))
+    for p in parameters:
+        p.grad = None
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters]
+    try:
+        yield
+    finally:
+        for hook, p, grad in zip(hooks, parameters, grads, strict=True):
+            hook.remove()
+            p.grad = grad

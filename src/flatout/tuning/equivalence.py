@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatout.training.stepper import EAGER, PhaseOf, as_range
+from flatout.training.stepper import PhaseOf, as_range
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
 from flatout.tuning.block import Block
 from flatout.tuning.timing import timed_block
@@ -99,7 +99,7 @@ def updates_have_gradients(job: Job) -> bool:
     Replayed steps do not stop before the update, and a loss scaler may scale gradients beyond the range of fp16.
     """
     spec, stepper = job.spec, job.stepper
-    return spec.optimizer is not None and stepper.scaler is None and stepper.runner is EAGER
+    return spec.optimizer is not None and stepper.scaler is None and stepper.runner is None
 
 
 def observe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from flatout.training.parallel_stepper import ParallelStepper
 from flatout.tuning.bench import Bench
 from flatout.tuning.timing import timed_block
 
@@ -25,7 +26,7 @@ def exposed_ms(bench: Bench) -> float | None:
     averaged during the backward, or if the budget is too small. It is kept until a decision changes the steps.
     """
     stepper = bench.job.stepper
-    if stepper.sync is None or not stepper.averages_in_backward:
+    if not isinstance(stepper, ParallelStepper) or stepper.sync is None or not stepper.averages_in_backward:
         return None
     if bench.exposed_ms is None and 2 * PAIRS * bench.block_seconds <= SHARE * bench.budget.seconds:
         block = bench.blocks()
@@ -42,25 +43,26 @@ def exposed_ms(bench: Bench) -> float | None:
 
 def rank_costs(bench: Bench) -> dict[str, Any]:
     """Return the fields ``ranks`` and ``scaling`` of a ``Pace`` with the kept candidates; empty for a single rank."""
-    if bench.job.stepper.sync is None:
+    stepper = bench.job.stepper
+    if not isinstance(stepper, ParallelStepper) or stepper.sync is None:
         return {}
-    block, times = bench.blocks(), bench.job.stepper.times
+    block = bench.blocks()
     bench.rewind()
     block(0)
-    times.clear()
-    pairs = [(block(i).mean, _alone(bench, i)) for i in range(PAIRS)]
-    paces = times.paces
+    stepper.times.clear()
+    pairs = [(block(i).mean, _alone(bench, stepper, i)) for i in range(PAIRS)]
+    paces = stepper.times.paces
     bench.rewind()
     return {"ranks": paces, "scaling": median(alone / together for together, alone in pairs)}
 
 
-def _alone(bench: Bench, i: int) -> float:
+def _alone(bench: Bench, stepper: ParallelStepper, i: int) -> float:
     """Return the mean seconds of an update of rank 0 alone. The other ranks wait meanwhile."""
     device, updates = bench.job.spec.device, range(i, i + bench.updates_per_block)
     with bench.ranks.attempt() as message:
         seconds = 0.0
         if bench.ranks.rank == 0:
-            with bench.job.stepper.apart():
+            with stepper.apart():
                 bench.update(i)
                 seconds = timed_block(bench.update, updates, device).mean
         message.values = [seconds]
