@@ -10,6 +10,7 @@ default of its trainer.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import statistics
@@ -254,12 +255,14 @@ def small_run() -> flatout.Run:
 
 
 def test_host_time_within_training(benchmark):
-    """Measure the time that counting adds to a step of training.
+    """Measure the time that counting adds to a step of training, and that ``run.step`` adds to a plain loop.
 
     In a tight loop, the counter's code stays in the processor's caches. In training it does not, and neither does it
     here.
     """
     run, steps = small_run(), scaled(50, 5)
+    model = copy.deepcopy(run.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     job, batch = run._job, next(iter(run.loader))
     counter, unheard = MfuCounter(1e9, 1e12, device=DEVICE), contextlib.nullcontext()
     wrapped_run = small_run()
@@ -280,6 +283,13 @@ def test_host_time_within_training(benchmark):
         for _ in range(steps):
             wrapped_run._job.stepper.step(to_device(batch, job.spec.device), lambda name: unheard)
 
+    def plain() -> None:
+        x, y = to_device(batch, job.spec.device)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
     def whole() -> None:
         for _ in range(steps):
             run.step(batch)
@@ -289,14 +299,21 @@ def test_host_time_within_training(benchmark):
             job.stepper.step(to_device(batch, job.spec.device), lambda name: unheard)
             peer()
 
-    tried = {"bare": bare, "MfuCounter.step and phases": counted, "run.step": whole, "MfuCounter.wrap": wrapped}
+    tried = {
+        "plain loop": plain,
+        "bare": bare,
+        "MfuCounter.step and phases": counted,
+        "run.step": whole,
+        "MfuCounter.wrap": wrapped,
+    }
     if peer is not None:
         tried["Lightning's ThroughputMonitor"] = watched
     took = by_turns(tried, scaled(60 if DEVICE == "cuda" else 300, 3))
-    empty = took.pop("bare")
-    print(f"\nbare step: {1e6 * statistics.median(empty) / steps:.0f} us", end="")
+    loop, empty = took.pop("plain loop"), took.pop("bare")
+    print(f"\nplain loop: {1e6 * statistics.median(loop) / steps:.0f} us", end="")
     for name, each in took.items():
-        added = statistics.median(b - a for a, b in zip(empty, each, strict=True)) / steps
+        without = loop if name == "run.step" else empty
+        added = statistics.median(b - a for a, b in zip(without, each, strict=True)) / steps
         print(f"\n{name:42} {1e6 * added:7.2f} us a step, {100 * added / STEP_SECONDS:.3f} % of 5 ms", end="")
         benchmark.extra_info[name] = {"us": round(1e6 * added, 2), "share of 5 ms": round(added / STEP_SECONDS, 6)}
     benchmark.pedantic(counted, rounds=5)

@@ -78,7 +78,7 @@ class AtomicUpdate:
         self._lengths = list(map(_length, optimizer.state.values()))
         own = vars(optimizer)
         self._handed = {name: own[name] for name in _HANDED if name in own}
-        self._witnesses = self._first_written()
+        self._witnesses = self._first_written() if self._is_torchs_own else parameters
         self._values = self._values_of(self._witnesses)
         self._versions = versions(self._values)
         self._gradient = self._first_gradient()
@@ -130,23 +130,23 @@ class AtomicUpdate:
 
     def _first_written(self) -> list[Tensor]:
         """Return the parameters whose versions, with those of their state, show if anything has changed."""
-        if not self._is_torchs_own:
-            return self._parameters
         found, state = [], self.optimizer.state
         for alike in self._alike:
-            first = next((p for p in alike if p.grad is not None), None)
-            if first is not None:
-                found.append(first)
-                if state and not state.get(first):
-                    found += [p for p in alike if p.grad is not None and state.get(p)][:1]
+            for p in alike:
+                if p.grad is not None:
+                    found.append(p)
+                    if not state or state.get(p):
+                        break
+                    found += [q for q in alike if q.grad is not None and state.get(q)][:1]
+                    break
         return found
 
     def _values_of(self, witnesses: list[Tensor]) -> list[Any]:
         """Return parameters and their state; for optimizers that are not torch's, the state of all parameters."""
         state = self.optimizer.state
-        entries: Iterable[Any] = state.values()
-        if self._is_torchs_own:
-            entries = (state[p] for p in witnesses if p in state)
+        if not state:
+            return witnesses
+        entries = [state[p] for p in witnesses if p in state] if self._is_torchs_own else state.values()
         return [*witnesses, *chain.from_iterable(map(_values_in, entries))]
 
     def _first_gradient(self) -> tuple[Tensor | None, int]:
