@@ -166,6 +166,15 @@ def test_a_seed_of_one_group_is_not_the_seed_of_others():
     assert equal == [True, False, True]
 
 
+def test_averages_of_each_group_have_its_decay():
+    params = parameters(torch.float32, SHAPES)
+    starts = [p.detach().clone() for p in params]
+    groups = [{**group, "ema_decay": decay} for group, decay in zip(split(params), (0.0, 1.0, 0.0), strict=True)]
+    optimizer = train(lambda params: fo.SGD(groups), params)
+    expected = [*params[:2], *starts[2:4], *params[4:]]
+    assert all(torch.equal(optimizer.state[p]["ema"], each) for p, each in zip(params, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_without_gradients_does_not_step(name):
     def run(cls, **given):

@@ -30,6 +30,8 @@ before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.Wea
 class NativeStep(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: same options, same state, one native pass.
 
+    Param groups that differ in ``lr`` and ``weight_decay`` only share this pass. Other groups have a separate pass.
+
     ``step`` does not change ``p.grad``: the factor of a lazy update is applied in registers. With a ``grad_scale``,
     which torch's GradScaler sets, ``step`` leaves unscaled gradients, as torch's fused optimizers do. Addresses of
     tensors are kept from step to step. :meth:`release` drops them.
