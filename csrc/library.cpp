@@ -42,10 +42,11 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   //   averages  exponential moving averages of the weights, in the compute type, or none
   //   lows      float16 or bfloat16 tensors that receive the rounded weights, int16 remainders, or none
   //   ids       parts of the keys of the tensors' random bits. If empty, the positions in `weights`
+  //   groups    indices of the weights' numbers in the lists of step_bucket_, from 0 to 63. If empty, 0
   // No two tensors may share memory.
   m.def(
       "make_bucket(str rule, Tensor[] weights, Tensor[] states, Tensor[] absmaxes, Tensor[] steps, "
-      "Tensor[] averages, Tensor[] lows, int[] ids) -> int");
+      "Tensor[] averages, Tensor[] lows, int[] ids, int[] groups=[]) -> int");
   m.def("free_bucket(int bucket) -> ()");
   // Sets gradients for the next step, for the weights at the ascending indices `which` ([] means all). Keeps
   // the gradients alive until this step, or until a call with empty lists. Returns one of four numbers:
@@ -67,16 +68,17 @@ STABLE_TORCH_LIBRARY(flatout, m) {
       "check_scaled_buckets(int[] buckets, Tensor scale, Tensor growth_tracker, Tensor(a!) next_scale, "
       "Tensor(b!) next_growth_tracker, float growth_factor, float backoff_factor, int growth_interval, "
       "float? max_norm) -> (Tensor found_inf, Tensor grad_norm, Tensor grad_factor, Tensor skipped)");
-  // Runs a step with the gradients that are set, then releases the gradients. If lr_tensor is given, it
-  // replaces lr. grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes
-  // none of the bucket's tensors, not even step counts. A seed rounds bfloat16 weights without lows and
-  // bfloat16 states stochastically. With unscale_grads, the step also multiplies the gradients in memory by
+  // Runs a step with the gradients that are set, then releases the gradients. Each group has a number in
+  // `lrs` and weight_decays, and in lr_tensors a tensor that replaces the number in `lrs`, or None. These
+  // tensors, grad_factor and found_inf are read on the device. A step whose found_inf is not 0 changes none
+  // of the bucket's tensors, not even step counts. A seed rounds bfloat16 weights without lows and bfloat16
+  // states stochastically. With unscale_grads, the step also multiplies the gradients in memory by
   // grad_factor and rounds them to their dtype, even if found_inf is not 0. Otherwise the step only reads the
   // gradients.
   m.def(
-      "step_bucket_(int bucket, float[] options, *, float lr, Tensor? lr_tensor, float weight_decay, "
-      "bool maximize, float ema_decay, int? seed, Tensor? grad_factor, Tensor? found_inf, "
-      "bool unscale_grads=False) -> ()");
+      "step_bucket_(int bucket, float[] options, float[] lrs, Tensor?[] lr_tensors, "
+      "float[] weight_decays, bool maximize, float ema_decay, int? seed, Tensor? grad_factor, "
+      "Tensor? found_inf, bool unscale_grads=False) -> ()");
   // True if no two gradients that are set in these buckets share memory, as unscale_grads requires.
   m.def("grads_are_apart(int[] buckets) -> bool");
 

@@ -55,7 +55,7 @@ void print_step(const char* name, int64_t elements, const Storage& storage) {
   char* table = filled(static_cast<int64_t>(image.size()));
   check_cuda(cudaMemcpy(table, image.data(), image.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
   StepConfig common;
-  common.lr.value = 1e-3;
+  common.group[0].lr.value = 1e-3;
   common.grad_factor.value = 1;
   const double options[] = {0.9, 0.999, 1e-8, 1};
   const AdamConfig config(common, options);

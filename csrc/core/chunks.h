@@ -27,6 +27,7 @@ struct FlatTensor {
   int64_t numel;
   uint32_t id;          // part of the key of the tensor's random bits
   bool step_is_double;  // false: the step count is a float
+  uint8_t group;        // index of its numbers in StepConfig
 };
 
 FLATOUT_HD uint32_t chunks_of(int64_t numel) { return static_cast<uint32_t>((numel + kChunk - 1) / kChunk); }

@@ -59,7 +59,7 @@ void check_steps(const TensorList& steps, const char* name, const TensorList& le
 
 Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
                const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
-               const TensorList& lows, const std::vector<int64_t>& ids)
+               const TensorList& lows, const std::vector<int64_t>& ids, const std::vector<int64_t>& groups)
     : rule_(rule_named(rule)), states_(0), steps_(steps) {
   check_leader(weights, "weights");
   const std::size_t count = weights.size();
@@ -113,10 +113,16 @@ Bucket::Bucket(const std::string& rule, const TensorList& weights, const TensorL
                {steps, "steps"},
                {averages, "averages"},
                {lows, "lows"}});
-  STD_TORCH_CHECK(ids.empty() || ids.size() == count, "ids must hold as many numbers as weights (", count,
-                  "), got ", ids.size());
+  for (const auto& [numbers, name] : {std::pair(&ids, "ids"), std::pair(&groups, "groups")})
+    STD_TORCH_CHECK(numbers->empty() || numbers->size() == count, name,
+                    " must hold as many numbers as weights (", count, "), got ", numbers->size());
   flat_.resize(count);
   for (std::size_t i = 0; i < count; ++i) {
+    const int64_t group = groups.empty() ? 0 : groups[i];
+    STD_TORCH_CHECK(group >= 0 && group < kMaxGroups, "groups[", i, "] must be from 0 to ", kMaxGroups - 1,
+                    ", got ", group);
+    groups_ = std::max(groups_, static_cast<std::size_t>(group) + 1);
+    flat_[i].group = static_cast<uint8_t>(group);
     flat_[i].numel = weights[i].numel();
     flat_[i].id = static_cast<uint32_t>(ids.empty() ? static_cast<int64_t>(i) : ids[i]);
     for (const Stream& stream : streams_) flat_[i].address[stream.slot] = stream.kept[i].data_ptr();
@@ -251,11 +257,15 @@ void Bucket::step(const StepNumbers& numbers) {
   // The gradients are released even if the step throws.
   const TensorList grads = std::exchange(grads_, {});
   if (grads.empty()) return;
+  for (const std::size_t size : {numbers.lrs.size(), numbers.lr_tensors.size(), numbers.weight_decays.size()})
+    STD_TORCH_CHECK(size == groups_, "lrs, lr_tensors and weight_decays must hold a value per group (",
+                    groups_, "), got ", size);
   StepConfig config;
-  config.lr = device_scalar(numbers.lr_tensor, "lr_tensor", leader(), numbers.lr);
+  for (std::size_t i = 0; i < groups_; ++i)
+    config.group[i] = {device_scalar(numbers.lr_tensors[i], "lr_tensors", leader(), numbers.lrs[i]),
+                       numbers.weight_decays[i]};
   config.grad_factor = device_scalar(numbers.grad_factor, "grad_factor", leader(), 1);
   config.found_inf = device_flag(numbers.found_inf, "found_inf", leader());
-  config.weight_decay = numbers.weight_decay;
   config.maximize = numbers.maximize;
   config.unscale_grads = numbers.unscale_grads;
   config.ema_decay = numbers.ema_decay;
@@ -306,12 +316,13 @@ int64_t set_grads(int64_t bucket, TensorList& grads, const std::vector<int64_t>&
   return static_cast<int64_t>(registry().find(bucket)->set_grads(std::move(grads), which));
 }
 
-void step_bucket_(int64_t bucket, const std::vector<double>& options, double lr,
-                  const std::optional<Tensor>& lr_tensor, double weight_decay, bool maximize,
-                  double ema_decay, std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
+void step_bucket_(int64_t bucket, const std::vector<double>& options, const std::vector<double>& lrs,
+                  const std::vector<std::optional<Tensor>>& lr_tensors,
+                  const std::vector<double>& weight_decays, bool maximize, double ema_decay,
+                  std::optional<int64_t> seed, const std::optional<Tensor>& grad_factor,
                   const std::optional<Tensor>& found_inf, bool unscale_grads) {
-  registry().find(bucket)->step({options, lr, lr_tensor, weight_decay, maximize, ema_decay, seed, grad_factor,
-                                 found_inf, unscale_grads});
+  registry().find(bucket)->step({options, lrs, lr_tensors, weight_decays, maximize, ema_decay, seed,
+                                 grad_factor, found_inf, unscale_grads});
 }
 
 bool grads_are_apart(const std::vector<int64_t>& numbers) {

@@ -1,10 +1,10 @@
 // rules.h: the arithmetic of one optimizer step, written once for the CPU loops and the CUDA kernels. The
 // arithmetic rounds and fuses where torch.optim's operations do.
 //
-// A *config* holds the settings of a whole step. Its function `at(step, powers)` returns the *rule* for
-// tensors at one step count: a few numbers in the compute type. A rule updates one element, given as x =
-// {weight, gradient, states...}. To add an optimizer, add its rule and config here, and extend RuleName,
-// rule_named and with_config.
+// A *config* holds the settings of a whole step. Its function `at(group, step, powers)` returns the *rule*
+// for tensors of one param group at one step count: a few numbers in the compute type. A rule updates one
+// element, given as x = {weight, gradient, states...}. To add an optimizer, add its rule and config here, and
+// extend RuleName, rule_named and with_config.
 #pragma once
 
 #include <cmath>
@@ -18,13 +18,20 @@
 namespace flatout {
 
 inline constexpr int kMaxStates = 3;
-inline constexpr uint32_t kPowers = 2;  // powers of the step count that a rule may need
+inline constexpr uint32_t kPowers = 2;     // powers of the step count that a rule may need
+inline constexpr int64_t kMaxGroups = 64;  // of a bucket; MAX_GROUPS in bucket_plan.py
+
+// Numbers of one param group. All other settings are common to the groups of a bucket.
+struct GroupNumbers {
+  DeviceScalar lr;
+  double weight_decay = 0;
+};
 
 // Settings that the steps of all optimizers have.
 struct StepConfig {
-  DeviceScalar lr, grad_factor;
+  GroupNumbers group[kMaxGroups];
+  DeviceScalar grad_factor;
   const float* found_inf = nullptr;  // a step with *found_inf != 0 changes nothing
-  double weight_decay = 0;
   bool maximize = false;
   bool unscale_grads = false;  // multiplies gradients in memory by grad_factor, even in a skipped step
   double ema_decay = 0;
@@ -99,13 +106,13 @@ struct AdamConfig : StepConfig {
 
   FLATOUT_HD double power(uint32_t which, double step) const { return pow(which == 0 ? beta1 : beta2, step); }
   template <class Rule>
-  FLATOUT_HD Rule at(double /*step*/, const double (&power)[kPowers]) const {
+  FLATOUT_HD Rule at(const GroupNumbers& group, double /*step*/, const double (&power)[kPowers]) const {
     using Acc = typename Rule::acc;
-    const double rate = lr.get();
+    const double rate = group.lr.get();
     Rule rule;
     rule.factor = static_cast<Acc>(factor());
-    rule.keep = static_cast<Acc>(decoupled ? 1 - rate * weight_decay : 1);
-    rule.l2 = static_cast<Acc>(decoupled ? 0 : weight_decay);
+    rule.keep = static_cast<Acc>(decoupled ? 1 - rate * group.weight_decay : 1);
+    rule.l2 = static_cast<Acc>(decoupled ? 0 : group.weight_decay);
     rule.beta2 = static_cast<Acc>(beta2);
     rule.new1 = static_cast<Acc>(1 - beta1);
     rule.new2 = static_cast<Acc>(1 - beta2);
@@ -158,13 +165,13 @@ struct SgdConfig : StepConfig {
   // Without step counts, `step` is never 1. Then the buffers must start as zeros, and dampening must be 0, so
   // that the first step needs no other factors.
   template <class Rule>
-  FLATOUT_HD Rule at(double step, const double (&)[kPowers]) const {
+  FLATOUT_HD Rule at(const GroupNumbers& group, double step, const double (&)[kPowers]) const {
     using Acc = typename Rule::acc;
     const bool first = step == 1;
     Rule rule;
     rule.factor = static_cast<Acc>(factor());
-    rule.l2 = static_cast<Acc>(weight_decay);
-    rule.lr = static_cast<Acc>(lr.get());
+    rule.l2 = static_cast<Acc>(group.weight_decay);
+    rule.lr = static_cast<Acc>(group.lr.get());
     rule.keep = static_cast<Acc>(first ? 0 : momentum);
     rule.add = static_cast<Acc>(first ? 1 : 1 - dampening);
     rule.ahead = static_cast<Acc>(momentum);
@@ -204,12 +211,12 @@ struct LionConfig : StepConfig {
   }
 
   template <class Rule>
-  FLATOUT_HD Rule at(double /*step*/, const double (&)[kPowers]) const {
+  FLATOUT_HD Rule at(const GroupNumbers& group, double /*step*/, const double (&)[kPowers]) const {
     using Acc = typename Rule::acc;
-    const double rate = lr.get();
+    const double rate = group.lr.get();
     Rule rule;
     rule.factor = static_cast<Acc>(factor());
-    rule.keep = static_cast<Acc>(1 - rate * weight_decay);
+    rule.keep = static_cast<Acc>(1 - rate * group.weight_decay);
     rule.lr = static_cast<Acc>(rate);
     rule.beta1 = static_cast<Acc>(beta1);
     rule.beta2 = static_cast<Acc>(beta2);

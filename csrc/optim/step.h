@@ -16,10 +16,9 @@ namespace flatout {
 
 // The numbers of a step, as arguments of the operator step_bucket_.
 struct StepNumbers {
-  std::vector<double> options;
-  double lr;
-  std::optional<Tensor> lr_tensor;
-  double weight_decay;
+  std::vector<double> options, lrs;
+  std::vector<std::optional<Tensor>> lr_tensors;
+  std::vector<double> weight_decays;
   bool maximize;
   double ema_decay;
   std::optional<int64_t> seed;
@@ -27,14 +26,14 @@ struct StepNumbers {
   bool unscale_grads;
 };
 
-// Parameters of one device and dtype, with states, masters and averages. A bucket keeps the memory of these
-// tensors alive. Before each step, the bucket checks that the caller's tensors still use this memory. Not
-// thread-safe.
+// Parameters of one device and dtype, with states, masters and averages. Their param groups differ in
+// GroupNumbers only. A bucket keeps the memory of these tensors alive. Before each step, the bucket checks
+// that the caller's tensors still use this memory. Not thread-safe.
 class Bucket {
  public:
   Bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
          const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
-         const TensorList& lows, const std::vector<int64_t>& ids);
+         const TensorList& lows, const std::vector<int64_t>& ids, const std::vector<int64_t>& groups);
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
   virtual ~Bucket() = default;
@@ -91,6 +90,7 @@ class Bucket {
   Low low_ = Low::kNone;
   std::vector<Stream> streams_;
   TensorList steps_, kept_steps_;
+  std::size_t groups_ = 1;        // param groups
   std::vector<FlatTensor> flat_;  // all tensors
   std::vector<char> contiguous_;  // of the weights
   TensorList grads_;              // the gradients that are set
@@ -111,8 +111,10 @@ std::shared_ptr<Bucket> find_bucket(int64_t number);
 template <class B>
 int64_t make_bucket(const std::string& rule, const TensorList& weights, const TensorList& states,
                     const TensorList& absmaxes, const TensorList& steps, const TensorList& averages,
-                    const TensorList& lows, const std::vector<int64_t>& ids) {
-  return keep_bucket(std::make_shared<B>(rule, weights, states, absmaxes, steps, averages, lows, ids));
+                    const TensorList& lows, const std::vector<int64_t>& ids,
+                    const std::vector<int64_t>& groups) {
+  return keep_bucket(
+      std::make_shared<B>(rule, weights, states, absmaxes, steps, averages, lows, ids, groups));
 }
 
 }  // namespace flatout

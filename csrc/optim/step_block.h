@@ -55,7 +55,7 @@ FLATOUT_HD void find_start(BlockStart<T, Rule>& start, const StepTable& table, c
 // Fills the rest of `start`. One lane calls it after all lanes of find_start.
 template <class T, class Rule, class Config>
 FLATOUT_HD void finish_start(BlockStart<T, Rule>& start, const Config& config, const Storage& storage) {
-  start.rule = config.template at<Rule>(start.step, start.power);
+  start.rule = config.template at<Rule>(config.group[start.place.tensor.group], start.step, start.power);
   start.extras = extras_of<compute_t<T>>(config, storage, start.place.tensor.id, start.step);
 }
 

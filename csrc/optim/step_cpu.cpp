@@ -159,25 +159,29 @@ struct StepChunk {
   }
 };
 
-// The rule for one step count. Neighboring tensors mostly share a step count, so the powers in their rule are
-// computed once.
+// The rule for one step count and param group. Neighboring tensors mostly share both, so the rule and its
+// powers are computed once.
 template <class Rule>
 struct AtStep {
   Rule rule;
   uint32_t step;
+  uint8_t group;
 };
 
 template <class Rule, class Config>
 std::vector<AtStep<Rule>> rules_of(const Config& config, const std::vector<FlatTensor>& tensors) {
   std::vector<AtStep<Rule>> rules;
   rules.reserve(tensors.size());
+  double power[kPowers] = {};
   for (const FlatTensor& tensor : tensors) {
     const double step = next_step(tensor);
-    const bool same = !rules.empty() && rules.back().step == static_cast<uint32_t>(step);
-    rules.push_back(
-        same ? rules.back()
-             : AtStep<Rule>{config.template at<Rule>(step, {config.power(0, step), config.power(1, step)}),
-                            static_cast<uint32_t>(step)});
+    const auto count = static_cast<uint32_t>(step);
+    const bool same = !rules.empty() && rules.back().step == count;
+    for (uint32_t which = 0; !same && which < kPowers; ++which) power[which] = config.power(which, step);
+    rules.push_back(same && rules.back().group == tensor.group
+                        ? rules.back()
+                        : AtStep<Rule>{config.template at<Rule>(config.group[tensor.group], step, power),
+                                       count, tensor.group});
   }
   return rules;
 }

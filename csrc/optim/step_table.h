@@ -29,8 +29,8 @@ inline StepTable table_at(void* image, std::size_t tensors) {
 }
 
 // The tensors of one launch. Addresses of their gradients are kernel arguments, which limits the number of
-// tensors. 1 KiB is left for other arguments.
-template <int Capacity = (kArgumentBytes - 1024) / 8>
+// tensors. 3 KiB are left for other arguments.
+template <int Capacity = (kArgumentBytes - 3072) / 8>
 struct StepBatch {
   static constexpr uint32_t kCapacity = Capacity;
   void* gradient[Capacity];

@@ -169,7 +169,9 @@ def test_gradients_of_all_sorts(make, groups, bad):
         params = [torch.nn.Parameter(torch.ones(g.shape, dtype=g.dtype)) for g in grads]
         for p, g in zip(params, grads, strict=True):
             p.grad = g
-        optimizer = module.SGD([{"params": [p]} for p in params] if groups else params, lr=0.5)
+        # Without momentum, dampening has no effect. Groups that differ in it have separate buckets.
+        apart = [{"params": [p], "dampening": i} for i, p in enumerate(params)]
+        optimizer = module.SGD(apart if groups else params, lr=0.5)
         if module is fo:
             scaler_of().step(optimizer)
         else:  # torch's formula, because torch's CPU scaler takes no complex and no negated gradients

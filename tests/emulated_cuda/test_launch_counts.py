@@ -74,6 +74,18 @@ def test_one_lazy_update(form: str, tensors: int) -> None:
     assert [call for call in record.calls if call not in QUERIES] == calls
 
 
+def test_groups_with_other_numbers_share_a_launch() -> None:
+    groups = [{"params": torch.nn.Parameter(torch.ones(3, device="cuda")), "lr": 0.01 * i} for i in range(28)]
+    groups[5]["lr"] = torch.tensor(0.1, device="cuda")
+    optimizer = AdamW(groups)
+    for group in groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    for _ in range(2):  # the first update creates states and tables
+        clipped(optimizer)
+    assert recorded(lambda: clipped(optimizer)).operations == OPERATIONS
+
+
 @pytest.mark.parametrize("tensors", [1, 2000])
 def test_norms_of_gradients_are_one_launch(tensors: int) -> None:
     params = [torch.nn.Parameter(torch.ones(5, device="cuda")) for _ in range(tensors)]

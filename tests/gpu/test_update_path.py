@@ -269,6 +269,20 @@ def test_an_update_in_a_cuda_graph():
     assert graphed.state[p]["step"].item() == 4
 
 
+def test_each_group_in_a_cuda_graph_reads_its_own_learning_rate():
+    params = [torch.nn.Parameter(torch.zeros(100, device="cuda")) for _ in range(3)]
+    rates = [torch.tensor(rate, device="cuda") for rate in (0.5, 0.25)]
+    groups = [{"params": p, "lr": lr} for p, lr in zip(params, [*rates, 0.125], strict=True)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = fo.SGD(groups)
+    with pytest.warns(RuntimeWarning, match=r"repeats lr=0\.125"):
+        graph = captured(optimizer.step)
+    rates[1].fill_(2.0)
+    graph.replay()
+    assert [p.unique().item() for p in params] == [-1.0, -2.25, -0.25]
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion"])
 def test_a_graph_with_a_learning_rate_of_the_host_is_refused_as_in_torch(name):

@@ -19,8 +19,9 @@ def sgd_bucket(weight: Tensor) -> int:
 
 
 def step(bucket: int) -> None:
-    scalars: dict[str, Any] = dict(weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None)
-    ops.step_bucket_(bucket, [0.0] * 3, lr=1.0, lr_tensor=None, grad_factor=None, found_inf=None, **scalars)
+    group: dict[str, Any] = dict(lrs=[1.0], lr_tensors=[None], weight_decays=[0.0])
+    scalars: dict[str, Any] = dict(maximize=False, ema_decay=0.0, seed=None, grad_factor=None, found_inf=None)
+    ops.step_bucket_(bucket, [0.0] * 3, **group, **scalars)
 
 
 # -- gradients -----------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ READY, MOVED, COPIED, NOT_NATIVE = range(4)
 """Results of ``set_grads``."""
 
 DEFAULTS: dict[str, Any] = dict(
-    lr_tensor=None, weight_decay=0.0, maximize=False, ema_decay=0.0, seed=None, grad_factor=None, found_inf=None
+    lr_tensors=[None], weight_decays=[0.0], maximize=False, ema_decay=0.0, seed=None, grad_factor=None, found_inf=None
 )
-"""Arguments of ``step_bucket_`` for a step without optional features."""
+"""Arguments of ``step_bucket_`` for a step of one group without optional features."""
 
 
 def step_once(
@@ -30,12 +30,15 @@ def step_once(
     lows: list[Tensor],
     ids: list[int],
     options: list[float],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
     **numbers: Any,
 ) -> None:
     """Make a bucket, set its gradients, step, and free the bucket."""
     bucket = ops.make_bucket(rule, weights, states, absmaxes, steps, averages, lows, ids)
     try:
         assert ops.set_grads(bucket, grads, []) == READY
-        ops.step_bucket_(bucket, options, **DEFAULTS | numbers)
+        ops.step_bucket_(bucket, options, lrs=[lr], **DEFAULTS | numbers | {"weight_decays": [weight_decay]})
     finally:
         ops.free_bucket(bucket)

@@ -64,9 +64,14 @@ class Case:
     additions: dict[str, Any]
     steps: tuple[Step, ...]
     seed: int = 0
+    second: dict[str, float] = field(default_factory=dict)
+    """Options of a second group, which has every second parameter. Without options, there is one group."""
 
     def optimizer(self, params: list[torch.nn.Parameter]) -> Any:
-        return getattr(fo, self.name)(params, **self.options, **self.additions)
+        groups: Any = params
+        if self.second and len(params) > 1:
+            groups = [{"params": params[::2]}, {"params": params[1::2], **self.second}]
+        return getattr(fo, self.name)(groups, **self.options, **self.additions)
 
     def masters(self, dtype: torch.dtype) -> str | None:
         kind = self.additions.get("master_weights")
@@ -138,7 +143,9 @@ def cases(draw: Any, skips: bool = True) -> Case:
         bad = draw(st.sampled_from([math.inf, -math.inf, math.nan]))
         at = draw(st.integers(0, len(steps) - 1))
         steps.insert(at, replace(steps[at], bad=bad, inverse="tensor", missing=frozenset()))
-    return Case(name, tensors, draw(options_of(name)), draw(additions_of(used)), tuple(steps), draw(st.integers(0, 99)))
+    second = draw(st.sampled_from([{}, {"lr": 0.02, "weight_decay": 0.3}]))
+    options, additions = draw(options_of(name)), draw(additions_of(used))
+    return Case(name, tensors, options, additions, tuple(steps), draw(st.integers(0, 99)), second)
 
 
 # ---- making tensors ----------------------------------------------------------------------------------------
@@ -267,7 +274,8 @@ def check(
         compute = DOUBLE if p.dtype == DOUBLE else FLOAT
         factor = Near(inverse * coefficient, inverse * coefficient * 4 * UNIT[precision], compute)
         grad = Near(copied(p.grad).double() * (-1 if case.options["maximize"] else 1), 0, compute) * factor
-        options = {key: value for key, value in case.options.items() if key != "maximize"}
+        options = {**case.options, **(case.second if i % 2 else {})}
+        del options["maximize"]
         # The numbers of codes are known to two units in the last place.
         unsure = 2.0**-22 if case.moment_dtype(p) == CODES else 0.0
         start = [Near(value.double(), value.double().abs() * unsure, compute) for value in was.moments.values()]

@@ -7,7 +7,7 @@ import torch
 
 from tests.optim.buckets import COPIED, DEFAULTS, MOVED, NOT_NATIVE, READY, ops, step_once
 
-NUMBERS = DEFAULTS | dict(lr=0.1)
+NUMBERS = DEFAULTS | dict(lrs=[0.1])
 SHAPES = [(5,), (2, 3), (0,)]
 
 
@@ -39,9 +39,27 @@ def test_lr_tensor_and_device_scalars_win():
         p.fill_(1)
         step_once(
             "sgd", [p], [g], [], [], [], [], [], [], [0.0, 0.0, 0.0],
-            lr=100.0, lr_tensor=torch.tensor(0.5, dtype=dtype), grad_factor=torch.tensor(0.5, dtype=dtype),
+            lr=100.0, lr_tensors=[torch.tensor(0.5, dtype=dtype)], grad_factor=torch.tensor(0.5, dtype=dtype),
         )  # fmt: skip
         assert torch.equal(p, torch.full((3,), 0.75))
+
+
+def test_each_group_has_its_numbers():
+    weights = [torch.ones(3) for _ in range(3)]
+    number = ops.make_bucket("sgd", weights, [], [], [], [], [], [], [63, 0, 63])
+    assert ops.set_grads(number, [torch.ones(3) for _ in weights], []) == READY
+    numbers = dict(lrs=[0.25, *62 * [0.0], 100.0], weight_decays=[1.0, *63 * [0.0]])
+    ops.step_bucket_(
+        number, [0.0, 0.0, 0.0], **DEFAULTS | numbers | dict(lr_tensors=[*63 * [None], torch.tensor(0.125)])
+    )
+    assert [weight.unique().item() for weight in weights] == [0.875, 0.5, 0.875]
+    ops.free_bucket(number)
+
+
+@pytest.mark.parametrize("groups", [[0], [0, 64], [-1, 0]])
+def test_groups_fit_the_weights_and_the_kernels(groups):
+    with pytest.raises(RuntimeError, match="groups"):
+        ops.make_bucket("sgd", [torch.ones(3), torch.ones(3)], [], [], [], [], [], [], groups)
 
 
 def one_step(
@@ -52,8 +70,7 @@ def one_step(
         rule,
         [torch.ones(4)] if weights is None else weights,
         [torch.ones(4)] if grads is None else grads,
-        list(states), list(absmaxes), list(counts), list(averages), list(lows), [], list(options),
-        **NUMBERS | kw,
+        list(states), list(absmaxes), list(counts), list(averages), list(lows), [], list(options), lr=0.1, **kw
     )  # fmt: skip
 
 
@@ -93,6 +110,8 @@ BAD = [
     (dict(weights=[torch.ones(4).bfloat16()], states=[torch.ones(4).half()]), "float16.*bfloat16"),
     (dict(seed=1), "steps.*seed"),
     (dict(seed=1, counts=[torch.zeros(())]), "seed.*bfloat16"),
+    (dict(lr_tensors=[torch.ones(2)]), "lr_tensors.* 2"),
+    (dict(lr_tensors=[None, None]), r"lr_tensors.*\(1\), got 2"),
     (dict(grad_factor=torch.ones(2)), "grad_factor.* 2"),
     (dict(found_inf=torch.ones((), dtype=torch.float64)), "found_inf.*float32"),
 ]

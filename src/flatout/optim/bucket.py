@@ -1,4 +1,4 @@
-"""Buckets: the parameters of one group, device and dtype, which the native core keeps under a number."""
+"""Buckets: the parameters of one kind, device and dtype, which the native core keeps under a number."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ class Kind:
 
     rule: str
     """Name of the rule in csrc/optim/rules.h."""
-    group: int
-    """Position of the param group."""
     streams: tuple[str, ...]
     """State entries that the rule updates with the parameter."""
     count_dtype: torch.dtype | None
@@ -177,11 +175,21 @@ class Bucket:
         kind: properties that the parameters have in common.
         params: at least one parameter. No two of them share memory.
         positions: positions of the parameters in the optimizer, which are keys of the random bits.
+        groups: positions of the parameters' groups, ascending. These groups differ in ``lr`` and ``weight_decay`` only.
         states: states of the parameters, which are completed here. Empty for a rule without state.
     """
 
-    def __init__(self, kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        params: list[Tensor],
+        positions: list[int],
+        groups: list[int],
+        states: list[dict[str, Any]],
+    ) -> None:
         self.kind = kind
+        self.groups = list(dict.fromkeys(groups))
+        """Positions of the param groups."""
         self.device = params[0].device
         self.ranks = dtensor.ranks_of(params[0])
         self._params = params
@@ -214,6 +222,7 @@ class Bucket:
             entries("ema"),
             leaders if self._masters else entries("remainder") or self._copies,
             positions,
+            list(map(self.groups.index, groups)),
         )
         weakref.finalize(self, _ops.free_bucket, self.handle).atexit = False
         self._which: list[int] = []  # indices of the parameters whose gradients are set; empty: all
@@ -264,15 +273,19 @@ class Bucket:
         self.given = len(grads) if status == READY else 0
         return status
 
-    def step(self, options: list[float], **scalars: Any) -> None:
-        """Run one step with the gradients that are set, after ``refresh_masters``. Arguments are the operator's."""
+    def step(self, *numbers: Any) -> None:
+        """Run one step with the gradients that are set, after ``refresh_masters``.
+
+        Args:
+            numbers: the operator's arguments after the bucket. The last one is ``unscale_grads``.
+        """
         stand_ins = self._stand_ins.intersection(self._which) if self._which else self._stand_ins
         for i in stand_ins:
             self._leaders[i].copy_(self._params[i])
-        _ops.step_bucket_(self.handle, options, **scalars)
+        _ops.step_bucket_(self.handle, *numbers)
         self.given = 0
         params = self._chosen(self._params)
-        written = [p.grad for p in params if p.grad is not None] if scalars["unscale_grads"] else []
+        written = [p.grad for p in params if p.grad is not None] if numbers[-1] else []
         torch.autograd.graph.increment_version(params + self._chosen(self._copies) + written)
         for i in stand_ins:
             self._params[i].copy_(self._leaders[i])
@@ -315,10 +328,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states: list[dict[str, Any]]) -> list[Bucket]:
+def make_buckets(
+    kind: Kind, params: list[Tensor], positions: list[int], groups: list[int], states: list[dict[str, Any]]
+) -> list[Bucket]:
     """Make one bucket, or several that step in order, as in torch's loop, if parameters share memory."""
     if sharing(params) is None:
-        return [Bucket(kind, params, positions, states)]
+        return [Bucket(kind, params, positions, groups, states)]
     waves: list[list[int]] = []
     seen: Counter[int] = Counter()
     for i, p in enumerate(params):
@@ -327,10 +342,8 @@ def make_buckets(kind: Kind, params: list[Tensor], positions: list[int], states:
             waves.append([])
         waves[seen[storage]].append(i)
         seen[storage] += 1
-    return [
-        Bucket(kind, [params[i] for i in wave], [positions[i] for i in wave], [states[i] for i in wave if states])
-        for wave in waves
-    ]
+    parts: Any = (params, positions, groups, states)
+    return [Bucket(kind, *([part[i] for i in wave if part] for part in parts)) for wave in waves]
 
 
 def sharing(params: list[Tensor]) -> tuple[int, int] | None:

@@ -30,6 +30,9 @@ _grads_are_apart = torch.ops.flatout.grads_are_apart
 _params = itemgetter("params")
 _grad = attrgetter("grad")
 
+MAX_GROUPS = 64
+"""Largest number of param groups in a bucket, as in csrc/optim/rules.h."""
+
 
 class Bucketed(Protocol):
     """Optimizer whose parameters are divided into buckets: ``NativeStep``."""
@@ -37,11 +40,13 @@ class Bucketed(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
 
-    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind: ...
+    def _kind(self, group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool) -> Kind: ...
 
     def _streams(self, group: dict[str, Any]) -> tuple[str, ...]: ...
 
     def _counts(self, group: dict[str, Any]) -> bool: ...
+
+    def _options(self, group: dict[str, Any]) -> list[float | Tensor]: ...
 
 
 class BucketPlan:
@@ -49,7 +54,7 @@ class BucketPlan:
 
     Each step first compares everything that may have changed. These are the parameters, their memory, dtypes and
     strides, every value in the state, and the options that determine the state. The native core itself detects that the
-    memory of the state has moved.
+    memory of the state has moved. Groups that differ in ``lr`` and ``weight_decay`` only share a bucket.
 
     A parameter is in a bucket, and has state, from its first gradient on.
     """
@@ -135,7 +140,12 @@ class BucketPlan:
                     f"parameter {i} of shape {tuple(params[i].shape)} must not overlap itself (strides "
                     f"{params[i].stride()}, as expand() makes them): use contiguous()"
                 )
-        kinds = self._kinds(optimizer, params, members, grads)
+        forms = _forms(optimizer)
+        groups = list(chain.from_iterable(repeat(i, length) for i, (length, *_) in enumerate(forms)))
+        if sharing([params[i] for i in sorted(members)]) is not None:
+            # The order of the groups then counts. So each group has its own buckets, as in torch's loop.
+            forms = [(*form, i) for i, form in enumerate(forms)]
+        kinds = self._kinds(optimizer, params, members, grads, groups, forms)
         if any(_begins_twice(optimizer, kind, [params[i] for i in positions]) for kind, positions in kinds):
             return FOREIGN
         for kind, positions in kinds:
@@ -149,7 +159,7 @@ class BucketPlan:
         for kind, positions in kinds:
             own = [params[i] for i in positions]
             states = [optimizer.state[p] for p in own] if kind.has_state else []
-            made += make_buckets(kind, own, positions, states)
+            made += make_buckets(kind, own, positions, [groups[i] for i in positions], states)
             for p in optimizer.state.keys() & own:
                 drop_weights(optimizer.state[p], kind)
         self._buckets, self._members = made, members
@@ -159,22 +169,28 @@ class BucketPlan:
         self._forms = _forms(optimizer)
         return self._set_grads(grads)
 
+    @staticmethod
     def _kinds(
-        self, optimizer: Bucketed, params: list[Tensor], members: set[int], grads: list[Tensor | None]
+        optimizer: Bucketed,
+        params: list[Tensor],
+        members: set[int],
+        grads: list[Tensor | None],
+        groups: list[int],
+        forms: list[Any],
     ) -> list[tuple[Kind, list[int]]]:
-        """Group the positions of the members by kind, device, ranks and dtype of the gradient."""
-        found: dict[tuple[Any, ...], list[int]] = {}
-        groups = chain.from_iterable(repeat(i, len(g["params"])) for i, g in enumerate(optimizer.param_groups))
-        for position, (group, p, grad) in enumerate(zip(groups, params, grads, strict=True)):
-            if position in members:
-                in_8_bits = options.in_8_bits(optimizer.param_groups[group], p)
-                grad_dtype = p.dtype if grad is None else grad.dtype
-                place = p.device, dtensor.ranks_of(p), grad_dtype
-                found.setdefault((group, p.dtype, in_8_bits, *place), []).append(position)
-        return [
-            (optimizer._kind(group, dtype, in_8_bits), positions)
-            for (group, dtype, in_8_bits, *_), positions in found.items()
-        ]
+        """Group the positions of the members by form, kind, device, ranks and dtype of the gradient."""
+        found: dict[Any, tuple[Kind, list[int]]] = {}
+        for position in sorted(members):
+            p, grad, index = params[position], grads[position], groups[position]
+            group = optimizer.param_groups[index]
+            in_8_bits = options.in_8_bits(group, p)
+            grad_dtype = p.dtype if grad is None else grad.dtype
+            form = index // MAX_GROUPS, *forms[index][1:], options.count_dtype(group)
+            key = form, p.dtype, in_8_bits, p.device, dtensor.ranks_of(p), grad_dtype
+            if key not in found:
+                found[key] = optimizer._kind(group, p.dtype, in_8_bits), []
+            found[key][1].append(position)
+        return list(found.values())
 
 
 def _begins_twice(optimizer: Bucketed, kind: Kind, params: list[Tensor]) -> bool:
@@ -190,11 +206,27 @@ def _begins_twice(optimizer: Bucketed, kind: Kind, params: list[Tensor]) -> bool
 
 
 def _forms(optimizer: Bucketed) -> list[Any]:
-    """Return, for each group, all values that determine its buckets and that may change between steps."""
+    """Return, for each group, all values that determine its buckets and that may change between steps.
+
+    The last value is the position of the first group with the same numbers. So a number may change in all groups.
+    """
+    first: dict[Any, int] = {}
+    alone = len(optimizer.param_groups) == 1
     return [
-        (len(group["params"]), optimizer._streams(group), optimizer._counts(group), options.form(group))
-        for group in optimizer.param_groups
+        (
+            len(group["params"]),
+            optimizer._streams(group),
+            optimizer._counts(group),
+            options.form(group),
+            0 if alone else first.setdefault(_common_numbers(optimizer, group), i),
+        )
+        for i, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _common_numbers(optimizer: Bucketed, group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the numbers that all groups of a bucket have in common."""
+    return (*map(float, optimizer._options(group)), group["maximize"], group.get("ema_decay"), group.get("seed"))
 
 
 def _values(optimizer: Bucketed) -> list[Any]:

@@ -28,7 +28,9 @@ before_fuse: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.Wea
 
 
 class NativeStep(torch.optim.Optimizer):
-    """Mixin in front of a torch optimizer: same options, same state, one native pass per group.
+    """Mixin in front of a torch optimizer: same options, same state, one native pass.
+
+    Param groups that differ in ``lr`` and ``weight_decay`` only share this pass. Other groups have a separate pass.
 
     ``step`` does not change ``p.grad``: the factor of a lazy update is applied in registers. With a ``grad_scale``,
     which torch's GradScaler sets, ``step`` leaves unscaled gradients, as torch's fused optimizers do. Addresses of
@@ -172,36 +174,38 @@ class NativeStep(torch.optim.Optimizer):
     def _step_buckets(
         self, ready: list[Bucket], factor: Tensor | None, found_inf: Tensor | None, unscales: bool
     ) -> None:
-        scalars = [self._scalars(bucket, factor, found_inf, unscales) for bucket in ready]
+        numbers = [self._numbers(bucket, factor, found_inf, unscales) for bucket in ready]
         in_captures = not self._detects_writes
         for bucket in ready:
             bucket.refresh_masters(in_captures)
         # All memory is allocated now, except for the tables of CUDA launches, which are small and made once.
         for i, bucket in enumerate(ready):
             try:
-                numbers = map(float, self._options(self.param_groups[bucket.kind.group]))
-                bucket.step(list(numbers), **scalars[i])
+                bucket.step(*numbers[i])
             except RuntimeError as error:
                 if i and ran_out_of_memory(error):
                     raise PartialUpdateError(self) from error
                 raise
 
-    def _scalars(
+    def _numbers(
         self, bucket: Bucket, factor: Tensor | None, found_inf: Tensor | None, unscales: bool
-    ) -> dict[str, Any]:
-        group, device = self.param_groups[bucket.kind.group], bucket.device
-        lr, lr_tensor = _learning_rate(group["lr"], device)
-        return {
-            "lr": lr,
-            "lr_tensor": lr_tensor,
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": group["maximize"],
-            "ema_decay": group.get("ema_decay") or 0.0,
-            "seed": bucket.seed(group.get("seed") or 0) if bucket.kind.seeded else None,
-            "grad_factor": gradients.on_device(factor, device),
-            "found_inf": None if found_inf is None else gradients.move(found_inf, device, torch.float32),
-            "unscale_grads": unscales,
-        }
+    ) -> tuple[Any, ...]:
+        """Return the arguments of the step of a bucket, in the operator's order."""
+        groups, device = [self.param_groups[i] for i in bucket.groups], bucket.device
+        group = groups[0]
+        rates = [_learning_rate(each["lr"], device) for each in groups]
+        return (
+            list(map(float, self._options(group))),
+            [0.0 if isinstance(rate, Tensor) else rate for rate in rates],
+            [rate if isinstance(rate, Tensor) else None for rate in rates],
+            [float(each["weight_decay"]) for each in groups],
+            group["maximize"],
+            group.get("ema_decay") or 0.0,
+            bucket.seed(group.get("seed") or 0) if bucket.kind.seeded else None,
+            gradients.on_device(factor, device),
+            None if found_inf is None else gradients.move(found_inf, device, torch.float32),
+            unscales,
+        )
 
     def _prepare(self) -> list[Bucket] | None:
         """Return the buckets with work to do, with their gradients set; None if torch's own step must run."""
@@ -240,14 +244,13 @@ class NativeStep(torch.optim.Optimizer):
                 return True
         return False
 
-    def _kind(self, group: int, dtype: torch.dtype, in_8_bits: bool) -> Kind:
+    def _kind(self, group: dict[str, Any], dtype: torch.dtype, in_8_bits: bool) -> Kind:
         """Return the kind of the parameters of ``dtype`` in a group, with moments in 8 bits or without."""
-        chosen = self.param_groups[group]
-        layout, streams = options.layout(chosen, dtype, in_8_bits), self._streams(chosen)
+        layout, streams = options.layout(group, dtype, in_8_bits), self._streams(group)
         rounded = ([layout.moments] if streams else []) + ([] if layout.has_master else [dtype])
-        seeded = bool(chosen.get("stochastic_rounding")) and torch.bfloat16 in rounded
-        counted = seeded or self._counts(chosen)
-        return Kind(self._rule, group, streams, options.count_dtype(chosen) if counted else None, seeded, layout)
+        seeded = bool(group.get("stochastic_rounding")) and torch.bfloat16 in rounded
+        counted = seeded or self._counts(group)
+        return Kind(self._rule, streams, options.count_dtype(group) if counted else None, seeded, layout)
 
     def _torch_update(self, factor: Tensor | None, found_inf: Tensor | None, unscales: bool = False) -> None:
         """Run the same update by torch's class, which waits for the device to decide about a skip."""
@@ -415,10 +418,10 @@ class NativeStep(torch.optim.Optimizer):
         entries.update(extras)
 
 
-def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+def _learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """Return the rate as a number, or as a tensor on ``device`` if the host does not have the value."""
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-        return float(lr), None
+        return float(lr)
     moved = gradients.on_device(lr, device)
     assert moved is not None
-    return 0.0, moved.reshape(())
+    return moved.reshape(())

@@ -132,7 +132,7 @@ void add_options(std::vector<Case>& cases, bool is_small) {
     test.lr = Where::kDouble;
   });
   add("lr as float, unscaled gradients", [](StepTest& test) {
-    test.lr = Where::kFloat;
+    test.lr = test.last_lr = Where::kFloat;
     test.factor = Where::kDouble;
     test.grad_factor = 0.25;
     test.unscales_grads = true;

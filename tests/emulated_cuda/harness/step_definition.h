@@ -97,7 +97,7 @@ class DefinitionCheck {
     for (int s = 0; s < 2 + states; ++s) x[s] = before_.number(t, s, i);
     x[1] *= factor_;
     if (test_.optimizer.is_ambiguous(x)) return;
-    test_.optimizer.step(x, before_.count(t) + 1);
+    test_.optimizer_of(t).step(x, before_.count(t) + 1);
     expect_near("weight", t, 0, i, after_.number(t, 0, i), x[0]);
     for (int s = 2; s < 2 + states; ++s) {
       if (storage.codes) {

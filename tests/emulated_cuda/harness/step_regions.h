@@ -17,7 +17,7 @@ inline std::size_t region(std::size_t tensor, int stream) {
 inline constexpr int kCount = flatout::kMaxStreams;
 
 // Regions after those of the tensors.
-enum Common { kLr, kGradFactor, kFoundInf, kGradNorm, kFinished, kPartials, kTable, kCommon };
+enum Common { kLr, kLastLr, kGradFactor, kFoundInf, kGradNorm, kFinished, kPartials, kTable, kCommon };
 inline std::size_t common(const StepTest& test, Common which) { return region(test.sizes.size(), 0) + which; }
 
 inline Region scalar_of(double value, Where where) {
@@ -80,6 +80,7 @@ Regions make_regions(const StepTest& test) {
   }
   const bool checks = test.max_norm >= 0;
   regions[common(test, kLr)] = scalar_of(test.optimizer.lr, test.lr);
+  regions[common(test, kLastLr)] = scalar_of(test.optimizer_of(1).lr, test.last_lr);
   regions[common(test, kGradFactor)] = scalar_of(test.grad_factor, checks ? Where::kDouble : test.factor);
   if (checks || test.found_inf)
     regions[common(test, kFoundInf)] = region_of<float>({test.found_inf.value_or(0)});
@@ -99,6 +100,7 @@ inline std::vector<flatout::FlatTensor> flat_tensors(const StepTest& test, const
     tensors[t].numel = test.sizes[t];
     tensors[t].id = static_cast<uint32_t>(t + 100);
     tensors[t].step_is_double = test.count_is_double;
+    tensors[t].group = static_cast<uint8_t>(StepTest::group_of(t));
   }
   return tensors;
 }
@@ -111,10 +113,12 @@ inline flatout::DeviceScalar device_scalar(const StepTest& test, const Memory& m
 inline flatout::StepConfig step_config(const StepTest& test, const Memory& memory) {
   flatout::StepConfig config;
   const Where factor = test.max_norm >= 0 ? Where::kDouble : test.factor;
-  config.lr = device_scalar(test, memory, kLr, test.lr, test.optimizer.lr);
+  const Optimizer first = test.optimizer_of(0), last = test.optimizer_of(1);
+  config.group[0] = {device_scalar(test, memory, kLr, test.lr, first.lr), first.weight_decay};
+  config.group[StepTest::group_of(1)] = {device_scalar(test, memory, kLastLr, test.last_lr, last.lr),
+                                         last.weight_decay};
   config.grad_factor = device_scalar(test, memory, kGradFactor, factor, test.grad_factor);
   config.found_inf = memory.at<float>(common(test, kFoundInf));
-  config.weight_decay = test.optimizer.weight_decay;
   config.maximize = test.optimizer.maximize;
   config.unscale_grads = test.unscales_grads;
   config.ema_decay = test.ema_decay;

@@ -120,7 +120,7 @@ def backward_of(model):
 
 
 def one_bucket_each(cls, model):
-    return cls([{"params": [p]} for p in model.parameters()], lr=0.1)
+    return cls([{"params": [p], "ema_decay": 0.1 * i} for i, p in enumerate(model.parameters())], lr=0.1)
 
 
 WRITE = "flatout::step_bucket_"
