@@ -221,7 +221,7 @@ ADVICE: dict[str, str] = {
     "own-code": "^The loop's own code",
     "sync": "^These lines make Python wait",
     "update": "^The optimizer's update",
-    "would-wait": "^On a GPU these would make Python wait",
+    "would-wait": "^On a GPU these lines would make Python wait",
 }
 
 advice = partial(reasons, patterns=ADVICE)

@@ -111,11 +111,10 @@ def test_headline_and_phases_are_those_of_steps_without_the_profiler(clock: Cloc
     assert profile.samples == 8
 
 
-@pytest.mark.parametrize(("overhead", "factor"), [(0.0, None), (5.0, None), (6.0, "1.3"), (36.0, "3.0")])
-def test_a_large_distortion_is_noted_with_the_operators(overhead: float, factor: str | None, clock: Clock) -> None:
-    profile = Loop(clock, overhead).profile(steps=2, warmup=0)
+def test_the_time_under_the_profiler_is_noted_with_the_operators(clock: Clock) -> None:
+    profile = Loop(clock, overhead=36.0).profile(steps=2, warmup=0)
     (note,) = (note for _, note, headings, _ in tables(profile) if "operator" in headings)
-    assert (f"{factor} times" in note) if factor else ("times" not in note)
+    assert "54,000 ms" in note
 
 
 def test_a_loop_that_ends_before_the_profiler_has_times_and_no_operators(clock: Clock) -> None:

@@ -168,7 +168,10 @@ def test_events_on_a_gpu_are_counted_by_their_kernels() -> None:
     matmul.append_cpu_child(view)
     replay = event("flatout.forward", 140, 160, is_user_annotation=True)  # replays a CUDA graph
     replay.append_kernel("graph", 0, 200)
-    kernels = [event("gemm", 120, 620, device_type=DeviceType.CUDA), event("graph", 620, 820, device_type=DeviceType.CUDA)]
+    kernels = [
+        event("gemm", 120, 620, device_type=DeviceType.CUDA),
+        event("graph", 620, 820, device_type=DeviceType.CUDA),
+    ]
     shown = event("flatout.forward", 620, 820, device_type=DeviceType.CUDA, is_user_annotation=True)
     plain = event("flatout.update", 170, 180, is_user_annotation=True)
     last = event("flatout.boundary", 1100, 1100, is_user_annotation=True)

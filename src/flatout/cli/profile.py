@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +18,9 @@ from flatout.profile.script import Ended, run_course
 
 DESCRIPTION = """\
 Runs a training script, times some of its updates and profiles some others: time
-by phase of the step, the costliest operators, sync points by file and line, peak
-memory, and what to do. The script need not know of flatout. It is ended when the
-profile is done, unless --keep-going."""
+by phase of the step, the costliest operators, sync points by file and line, the
+peak memory, and what to do. The script need not know of flatout. It is ended
+when the profile is done, unless --keep-going."""
 
 EPILOG = """\
 examples:
@@ -67,22 +67,16 @@ def run(args: argparse.Namespace) -> int:
         sys.excepthook(type(ended.error), ended.error, ended.error.__traceback__)
     try:
         _show(recording, ended, args, files)
-    except CommandError as error:  # the script's exit status takes precedence over flatout's
+        return ended.status
+    except CommandError as error:
         print(f"flatout: {clean(str(error))}", file=sys.stderr)
-        return ended.status or 1
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        return ended.status or 1
-    return ended.status
+    return ended.status or 1  # the script's exit status takes precedence over flatout's
 
 
 def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
-    """Print the profile and write it to files.
-
-    Raises:
-        CommandError: there is no profile, or a file cannot be written.
-        Exception: the profiler failed.
-    """
+    """Print the profile and write it to files. An error means that there is no profile, or no file."""
     if ended.failure is not None:
         raise ended.failure
     if recording.timed == 0:
@@ -100,12 +94,11 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             f"because {clean(args.script)} ended after {ended.updates} optimizer updates",
             file=sys.stderr,
         )
-    writers: dict[str, Callable[[Path], object]] = {
-        "html": profile.to_html,
-        "trace": profile.to_chrome_trace,
-        "json": profile.to_json,
-    }
-    write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+    write(
+        files,
+        {"html": profile.to_html, "trace": profile.to_chrome_trace, "json": profile.to_json},
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
 
 
 def _positive(text: str) -> int:

@@ -19,14 +19,14 @@ _LIMITS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loader": ("Waiting for data takes {cost}. Make the samples cheaper.", ("workers", "in_memory")),
     "copy": ("Copying batches to the GPU takes {cost}.", ("pinned_memory", "prefetch")),
     "own code": (
-        "The loop's own code, outside loading, forward, backward and update, takes {cost}. Evaluate, log, print and save "
-        "less often, or from another thread.",
+        "The loop's own code, outside loading, forward, backward and update, takes {cost}. "
+        "Evaluate, log, print and save less often, or from another thread.",
         (),
     ),
     "update": ("The optimizer's update takes {update}.", ("fused_optimizer",)),
     "launch": (
-        "The GPU idles for {cost} during forward, backward and update. Python launches kernels too slowly, or waits at a "
-        "sync point.",
+        "The GPU idles for {cost} during forward, backward and update. "
+        "Python launches kernels too slowly, or waits at a sync point.",
         ("compile", "cuda_graph", "batch_size"),
     ),
     "operator": (
@@ -105,8 +105,8 @@ def _syncs(profile: Profile) -> list[str]:
         return []
     lines = ", ".join(here[:3]) + (f" and {len(here) - 3} more" if len(here) > 3 else "")
     if profile.device_busy is None:
-        return [f"On a GPU these would make Python wait, which costs nothing on this CPU: {lines}."]
+        return [f"On a GPU these lines would make Python wait, which costs nothing on this CPU: {lines}."]
     return [
-        f"These lines make Python wait for the GPU: {lines}. Keep the value on the GPU (loss.detach()), and read it every "
-        "100 steps. torch's GradScaler waits in every step, flatout.amp's does not."
+        f"These lines make Python wait for the GPU: {lines}. Keep the value on the GPU (loss.detach()), and read it "
+        "every 100 steps. torch's GradScaler waits in every step, flatout.amp's does not."
     ]

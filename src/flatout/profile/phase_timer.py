@@ -102,12 +102,14 @@ class PhaseTimer:
             stack.enter_context(ranges_shown_as(lambda name: self._within(_phase_of(name))))
             stack.enter_context(replaced(record_function, "__enter__", self._entering))
             stack.enter_context(replaced(record_function, "__exit__", self._leaving))
-            for owner, attribute, phase in _CALLS:
-                stack.enter_context(replaced(owner, attribute, partial(self._timed, phase)))
-            stack.enter_context(replaced(nn.Module, "__call__", self._called))
+            phases: list[tuple[Any, str, Callable[..., Phase | None]]] = [
+                *((owner, name, lambda *_, phase=phase, **__: phase) for owner, name, phase in _CALLS),
+                (nn.Module, "__call__", self._phase_of_module),
+            ]
             if torch.cuda.is_initialized():
-                for attribute, always in (("to", False), ("cuda", True)):
-                    stack.enter_context(replaced(Tensor, attribute, partial(self._uploading, always)))
+                phases += [(Tensor, name, partial(_phase_of_upload, name == "cuda")) for name in ("to", "cuda")]
+            for owner, name, phase_of in phases:
+                stack.enter_context(replaced(owner, name, partial(self._phased, phase_of)))
             yield
 
     def _mark(self) -> None:
@@ -130,10 +132,10 @@ class PhaseTimer:
         if self._stream is None:
             return self._moments
         torch.cuda.synchronize(self._stream.device)
-        first = next((moment for moment in self._moments if moment is not None), None)
+        known = [moment for moment in self._moments if moment is not None]
         times = [0.0]
         for moment in self._moments:
-            times.append(times[-1] if moment is None else 1e-3 * first.elapsed_time(moment))
+            times.append(times[-1] if moment is None else 1e-3 * known[0].elapsed_time(moment))
         return times[1:]
 
     @contextmanager
@@ -194,50 +196,36 @@ class PhaseTimer:
 
         return leave
 
-    def _timed(self, phase: Phase, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _phased(self, phase_of: Callable[..., Phase | None], function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that records each call as the phase that ``phase_of`` returns for the arguments."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            phase = phase_of(*args, **kwargs)
+            if phase is None:
                 return function(*args, **kwargs)
             with self._within(phase):
                 return function(*args, **kwargs)
 
         return call
 
-    def _called(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Inner modules belong to the outer call. The recomputed forward of a checkpoint belongs to the backward.
-            # Modules that a dataset calls are part of loading. Modules without parameters compute a transform or a loss.
-            if (
-                torch.compiler.is_compiling()
-                or threading.get_ident() != self._thread
-                or not {"loader_wait", "forward", "backward"}.isdisjoint(self._open)
-                or next(module.parameters(), None) is None
-            ):
-                return method(module, *args, **kwargs)
-            trains = module.training and torch.is_grad_enabled()
-            self._use_batch(trains)
-            with self._within("forward" if trains else None):
-                return method(module, *args, **kwargs)
+    def _phase_of_module(self, module: nn.Module, *_: Any, **__: Any) -> Phase | None:
+        # Inner modules belong to the outer call. The recomputed forward of a checkpoint belongs to the backward.
+        # Modules that a dataset calls belong to loading. Modules without parameters compute a transform or a loss.
+        is_inner = not {"loader_wait", "forward", "backward"}.isdisjoint(self._open)
+        if is_inner or next(module.parameters(), None) is None:
+            return None
+        trains = module.training and torch.is_grad_enabled()
+        if self._wait is not None:  # a batch that only evaluations use belongs to the loop's own code
+            self._relabel(*self._wait, *(("host_idle", "loader_wait") if trains else ("loader_wait", "host_idle")))
+            self._wait = None if trains else self._wait
+        return "forward" if trains else None
 
-        return call
 
-    def _use_batch(self, trains: bool) -> None:
-        """Count the last wait for a batch as the loop's own code if only evaluations use the batch."""
-        if self._wait is not None and trains:
-            self._relabel(*self._wait, "host_idle", "loader_wait")
-            self._wait = None
-        elif self._wait is not None:
-            self._relabel(*self._wait, "loader_wait", "host_idle")
-
-    def _uploading(self, always: bool, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            target = kwargs.get("device", args[0] if args else None)
-            if torch.compiler.is_compiling() or tensor.is_cuda or not (always or is_gpu(target)):
-                return method(tensor, *args, **kwargs)
-            with self._within("h2d"):
-                return method(tensor, *args, **kwargs)
-
-        return call
+def _phase_of_upload(is_upload: bool, tensor: Tensor, *args: Any, **kwargs: Any) -> Phase | None:
+    target = kwargs.get("device", args[0] if args else None)
+    return "h2d" if not tensor.is_cuda and (is_upload or is_gpu(target)) else None
 
 
 def is_gpu(target: Any) -> bool:

@@ -128,7 +128,7 @@ class ProfileRecording:
 
     def course(self) -> Course:
         """Record the loop from its first step to its last."""
-        yield from _wait(self._warmup)
+        yield from _steps(self._warmup)
         searched = []
         for _ in range(SEARCHED_STEPS):
             timer = PhaseTimer()
@@ -140,25 +140,23 @@ class ProfileRecording:
             for found, count in sum(searched, Counter()).most_common()
         ]
 
-        _refuse_another_profiler()
         on_gpu = torch.cuda.is_initialized()
         if on_gpu:  # the first start is slow, and loaders would run ahead during the start
-            with TorchProfiler(activities=_activities()):
+            with _make_profiler():
                 pass
         # Loaders have prefetched batches in the meantime. Timed steps must not use batches that need no wait.
         # On a GPU, one more step lets the host run ahead of the GPU before timing begins.
         ahead = _ahead() + on_gpu
         self.before += ahead
-        yield from _wait(ahead)
+        yield from _steps(ahead)
 
         self._timer = PhaseTimer()
         with self._timer.listening():
-            yield from _between(self._timer.boundary, self._steps)
+            yield from _steps(self._steps, self._timer.boundary)
         if self._judge is not None:
             self._verdict = self._judge(Step.mean(self._timer.steps()))
 
-        self._profiler = TorchProfiler(activities=_activities(), record_shapes=True, profile_memory=True)
-        _refuse_another_profiler()
+        self._profiler = _make_profiler()
         with quiet_kineto():
             self._profiler.start()
         with quiet_allocator():
@@ -167,7 +165,7 @@ class ProfileRecording:
                     yield False
                     self._allocated = torch.cuda.memory_allocated()
                 self._profiled = PhaseTimer()
-                yield from _between(self._mark, self._steps)
+                yield from _steps(self._steps, self._mark)
                 if on_gpu:
                     torch.cuda.synchronize()
             finally:
@@ -248,7 +246,7 @@ def _operators(
         is_range = each.is_user_annotation and not device  # the kernels of a CUDA graph belong to a range
         if each.device_type == DeviceType.CPU and each.key != "[memory]" and not is_range:
             share = (device if on_gpu else host) / seconds
-            found.append(Operator(each.key, each.count / steps, host, device, share))
+            found.append(Operator(str(each.key), each.count / steps, host, device, share))
     return tuple(sorted(found, key=lambda operator: (-operator.share, -operator.host_seconds))[:_OPERATORS])
 
 
@@ -259,25 +257,17 @@ def _chrome_trace(profiler: TorchProfiler) -> bytes:
         return gzip.compress(file.read_bytes(), compresslevel=6)
 
 
-def _refuse_another_profiler() -> None:
+def _make_profiler() -> TorchProfiler:
     if torch.autograd._profiler_enabled():
         raise RuntimeError(_ONE)
-
-
-def _activities() -> list[ProfilerActivity]:
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu]
+    return TorchProfiler(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, profile_memory=True)
 
 
-def _wait(steps: int) -> Course:
-    for _ in range(steps):
-        yield False
-
-
-def _between(mark: Callable[[], object], steps: int) -> Course:
-    """Call ``mark`` before and after each of ``steps`` steps."""
+def _steps(count: int, mark: Callable[[], object] = lambda: None) -> Course:
+    """Let ``count`` steps pass, and call ``mark`` before and after each."""
     mark()
-    for _ in range(steps):
+    for _ in range(count):
         yield False
         mark()
 

@@ -33,9 +33,6 @@ LOOKS: Mapping[Phase, tuple[str, str, str]] = {
 }
 """Name of each phase in tables and sentences, its style in a terminal, and its color on a page."""
 
-_DISTORTED = 1.3
-"""Slowdown of a step by the profiler, as a factor, above which a profile mentions the slowdown."""
-
 _ROWS = 8
 """Rows of a table in a terminal. The page shows all."""
 
@@ -158,14 +155,20 @@ def tables(profile: Profile) -> Iterator[_TableText]:
             gpu = [ms(operator.device_seconds)] if on_gpu else []
             calls, host = formatting.count(operator.calls), ms(operator.host_seconds)
             rows.append([formatting.share(operator.share), *gpu, host, calls, operator.name])
-        note = f"Share of a step under the profiler: {own}. {_slowdown(profile)}".rstrip()
+        note = f"Share of a step under the profiler ({ms(profile.profiled_seconds or 0.0)}): {own}."
         yield "Costliest operators", note, ("share", *(["GPU"] if on_gpu else []), "host", "calls", "operator"), rows
     if profile.syncs:
         note = "Each makes Python wait until the GPU has finished all queued work."
         if not on_gpu:
             note = "They cost nothing on this CPU. On a GPU each makes Python wait until all queued work is finished."
         rows = [
-            [formatting.count(sync.per_step), sync.what, sync.where or "not in your code", LOOKS[sync.phase][0], sync.code]
+            [
+                formatting.count(sync.per_step),
+                sync.what,
+                sync.where or "not in your code",
+                LOOKS[sync.phase][0],
+                sync.code,
+            ]
             for sync in profile.syncs
         ]
         yield "Sync points", note, ("per step", "call", "at", "in", "code"), rows
@@ -187,16 +190,6 @@ def _basis(profile: Profile) -> str:
     steps = formatting.counted(len(profile.steps), "step")
     text = f"mean of {steps} without the profiler, after {profile.before} warm-up steps"
     return text if profile.profiled_steps else f"{text}; the loop ended before the profiler began"
-
-
-def _slowdown(profile: Profile) -> str:
-    """Return a sentence on the slowdown by the profiler; empty if the slowdown is small."""
-    if profile.distortion is None or profile.distortion <= _DISTORTED:
-        return ""
-    return (
-        f"The profiler makes a step take {profile.distortion:.1f} times as long, so Python and small operators look "
-        "slower than they are."
-    )
 
 
 def _peak(profile: Profile) -> str:
