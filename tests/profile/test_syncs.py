@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader
 
 import flatout
 from flatout.profile import Sync
@@ -90,6 +91,12 @@ def test_an_optimizers_own_counts_are_on_the_host_anyway() -> None:
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
     assert found(optimizer.step) == ()
+
+
+def test_samples_are_on_the_host_anyway() -> None:
+    samples = [torch.ones(()), torch.zeros(())]
+    loader = DataLoader(samples, 2, collate_fn=lambda batch: [sample.item() for sample in batch])  # type: ignore[arg-type]
+    assert found(lambda: list(loader)) == ()
 
 
 def test_a_scalers_look_at_the_gradients_is_in_the_update() -> None:
