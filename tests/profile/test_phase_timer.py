@@ -338,10 +338,12 @@ def test_a_gpu_times_the_steps_with_events(clock: Clock, gpu: SimpleNamespace) -
 def test_a_moment_in_the_capture_of_a_graph_has_the_time_of_the_moment_before(
     clock: Clock, gpu: SimpleNamespace
 ) -> None:
+    layer = nn.Linear(2, 1)
+    layer.register_forward_pre_hook(lambda *_: setattr(gpu, "captures", True))
+
     def step() -> None:
         clock.advance(1.0)
-        gpu.captures = True
-        nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
+        layer(torch.ones(1, 2))  # the capture begins within the forward
         clock.advance(2.0)
         gpu.captures = False
 
