@@ -46,7 +46,7 @@ def sync_bound() -> Profile:
         ),
         memory_peak=2048,
         verdict="MFU 12 % <of> the peak.",
-        environment={"device": "NVIDIA H100", "torch": "2.14.1"},
+        environment={"device": "cuda (NVIDIA H100)", "torch": "2.14.1"},
         trace=b"",
     )
     return replace(profile, advice=advise(profile))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 
 from flatout.profile import Operator, Profile, Sync
 from flatout.profile.advice import advise
@@ -26,6 +25,7 @@ LINES = {
 }
 """Parts of the code that tries a technique without flatout, by the technique's name."""
 
+ON_GPU = {"device": "cuda (NVIDIA H100)"}
 CONVOLUTION = Operator("aten::convolution_backward", 1.0, 0.003, 0.0, 0.3)
 
 
@@ -99,17 +99,17 @@ def test_remedies_are_advised_for_operators_that_they_apply_to(operator: str, is
 def test_syncs_are_named_on_a_gpu_and_on_a_cpu() -> None:
     places = [Sync("item", f"train.py:{line}", "", "host_idle", 1.0) for line in range(1, 6)]
     profile = replace(profile_of(forward=0.5, backward=0.5), syncs=(Sync("item", "", "", "update", 1.0), *places))
-    for busy, code in ((None, "would-wait"), (1.0, "sync")):
-        (sentence,) = advise(replace(profile, device_busy=busy))
+    for environment, code in (({}, "would-wait"), (ON_GPU, "sync")):
+        (sentence,) = advise(replace(profile, environment=environment))
         assert advice(sentence) == {code}
         assert "train.py:3 (item) and 2 more" in sentence
         assert "train.py:4" not in sentence
     assert [advice(sentence) for sentence in sync_bound().advice][-1] == {"sync"}
 
 
-def test_a_gpu_without_kernels_is_not_taken_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    profile = replace(slow_on_cpu(), syncs=(Sync("synchronize", "train.py:1", "", "update", 1.0),))
+def test_a_gpu_without_kernels_is_not_taken_for_a_cpu() -> None:
+    syncs = (Sync("synchronize", "train.py:1", "", "update", 1.0),)
+    profile = replace(slow_on_cpu(), syncs=syncs, environment=ON_GPU)
     found = codes(profile)
     assert found[0] == {"no-kernels"}
     assert {"would-wait"} not in found

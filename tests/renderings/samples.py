@@ -71,9 +71,8 @@ def reports() -> dict[str, str]:
 
 def profiles() -> dict[str, str]:
     """Return the renderings of the profile of a sync-bound training."""
-    facts = {"device": "NVIDIA H100", "torch": "2.14.1"}
-    profile = dataclasses.replace(sync_bound(), environment=facts)
-    early = dataclasses.replace(ended_early(), environment=facts)
+    profile = sync_bound()
+    early = dataclasses.replace(ended_early(), environment=profile.environment)
     return everywhere(profile) | {
         "ended before the profiler began: terminal, 80 columns": in_terminal(early, 80),
     }

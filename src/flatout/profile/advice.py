@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from flatout.core import formatting
 from flatout.optim.fuse import FUSABLE
 from flatout.profile.shown_profile import Profile, ms
@@ -59,7 +57,7 @@ def advise(profile: Profile, rows: Sequence[Row] = ()) -> tuple[str, ...]:
     """
     costs = sorted(_costs(profile).items(), key=lambda item: -item[1])
     sentences = [_sentence(profile, rows, limit, cost) for limit, cost in costs if cost >= _WORTH * profile.seconds]
-    if profile.profiled_steps and profile.device_busy is None and torch.cuda.is_initialized():
+    if profile.profiled_steps and profile.device_busy is None and profile.on_gpu:
         refused = (
             "The profiler recorded no kernels. Either the training runs on the CPU, or the driver refused to record: "
             "another profiler runs, or permission is missing."
@@ -104,7 +102,7 @@ def _syncs(profile: Profile) -> list[str]:
     if not here:
         return []
     lines = ", ".join(here[:3]) + (f" and {len(here) - 3} more" if len(here) > 3 else "")
-    if profile.device_busy is None:
+    if not profile.on_gpu:
         return [f"On a GPU these lines would make Python wait, which costs nothing on this CPU: {lines}."]
     return [
         f"These lines make Python wait for the GPU: {lines}. Keep the value on the GPU (loss.detach()), and read it "

@@ -66,7 +66,7 @@ class Profile(Shown):
         profiled_seconds: mean time of the profiled steps; None if the loop ended before the profiler began.
         operators: costliest first, from the profiler.
         device_busy: seconds of kernels and copies in a profiled step, relative to ``seconds``, at most 1. Work that
-            overlaps on the GPU counts twice. None without a GPU.
+            overlaps on the GPU counts twice. None without kernels.
         memory_peak: bytes of tensors at the peak of the profiled steps; None if no step was profiled. On a CPU, only
             allocations since the first profiled step count.
         advice: sentences on costs and remedies, largest cost first.
@@ -95,6 +95,11 @@ class Profile(Shown):
     def distortion(self) -> float | None:
         """Factor by which the profiler lengthens a step; None if no step was profiled."""
         return None if self.profiled_seconds is None else self.profiled_seconds / self.seconds
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the process used a GPU. Times of phases are then times of the GPU."""
+        return self.environment.get("device", "").startswith("cuda")
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(replace(self, trace=None))
@@ -147,30 +152,24 @@ def ms(seconds: float) -> str:
 
 def tables(profile: Profile) -> Iterator[_TableText]:
     """Yield the tables of a profile that have rows, in their order."""
-    on_gpu = profile.device_busy is not None
     if profile.operators:
-        own = "the operator's own kernels" if on_gpu else "the operator's own time, without the operators that it calls"
+        has_kernels = profile.device_busy is not None
+        own = "the operator's own kernels" if has_kernels else "its own time, without the operators that it calls"
         rows = []
         for operator in profile.operators:
-            gpu = [ms(operator.device_seconds)] if on_gpu else []
+            gpu = [ms(operator.device_seconds)] if has_kernels else []
             calls, host = formatting.count(operator.calls), ms(operator.host_seconds)
             rows.append([formatting.share(operator.share), *gpu, host, calls, operator.name])
         note = f"Share of a step under the profiler ({ms(profile.profiled_seconds or 0.0)}): {own}."
-        yield "Costliest operators", note, ("share", *(["GPU"] if on_gpu else []), "host", "calls", "operator"), rows
+        yield "Costliest operators", note, ("share", *["GPU"] * has_kernels, "host", "calls", "operator"), rows
     if profile.syncs:
-        note = "Each makes Python wait until the GPU has finished all queued work."
-        if not on_gpu:
-            note = "They cost nothing on this CPU. On a GPU each makes Python wait until all queued work is finished."
-        rows = [
-            [
-                formatting.count(sync.per_step),
-                sync.what,
-                sync.where or "not in your code",
-                LOOKS[sync.phase][0],
-                sync.code,
-            ]
-            for sync in profile.syncs
-        ]
+        note = "Each sync point makes Python wait until the GPU has finished all queued work."
+        if not profile.on_gpu:
+            note = "Sync points cost nothing on this CPU. On a GPU, each makes Python wait for all queued work."
+        rows = []
+        for sync in profile.syncs:
+            where, phase = sync.where or "not in your code", LOOKS[sync.phase][0]
+            rows.append([formatting.count(sync.per_step), sync.what, where, phase, sync.code])
         yield "Sync points", note, ("per step", "call", "at", "in", "code"), rows
 
 
@@ -197,7 +196,7 @@ def _peak(profile: Profile) -> str:
     if profile.memory_peak is None:
         return ""
     peak = f"peak {formatting.size_of(profile.memory_peak)}"
-    return f"{peak}, without memory from before profiling" if profile.device_busy is None else f"{peak} on the GPU"
+    return f"{peak} on the GPU" if profile.on_gpu else f"{peak}, without memory from before profiling"
 
 
 def _rendered(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType]:
