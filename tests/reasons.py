@@ -212,19 +212,16 @@ def reasons(row_or_sentence: Any, patterns: dict[str, str] = PATTERNS) -> set[st
 
 # code of a sentence of a profile's advice: regular expression
 ADVICE: dict[str, str] = {
-    "can-be-fused": r"flatout\.optim\.fuse\(optimizer\)",
     "copies": "^Copying batches",
     "data-wait": "^Waiting for data takes",
-    "is-fused": "is fused already",
-    "launch-bound": "faster than Python launches them",
-    "no-kernels": "^The trace has no kernels",
+    "launch-bound": "^The GPU idles for",
+    "no-kernels": "^The profiler recorded no kernels",
     "nothing": "^Nothing sticks out",
     "operator": "^The costliest operator",
     "own-code": "^The loop's own code",
-    "sync": "^The wait for the GPU at",
-    "syncs-cost-nothing": "^The syncs below cost nothing",
+    "sync": "^These lines make Python wait",
     "update": "^The optimizer's update",
-    "would-wait": "On a GPU these would make Python wait",
+    "would-wait": "^On a GPU these lines would make Python wait",
 }
 
 advice = partial(reasons, patterns=ADVICE)

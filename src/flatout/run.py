@@ -431,7 +431,7 @@ class Run(Resumable, Described):
         that loader workers have prefetched. The next ``steps`` steps are timed without ``torch.profiler``. Then equally
         many steps run under ``torch.profiler``.
 
-        Headline, phases and verdict come from the timed steps. Operators, gaps and memory come from the profiler. The
+        Headline, phases and verdict come from the timed steps. Operators and memory come from the profiler. The
         epoch ends as by a ``break``. If the loader ends too early, a new epoch starts. A loader that cannot restart is
         profiled to its end.
 

@@ -105,7 +105,7 @@ def seen(loader: LoaderSite | None, wait: float, seconds: float = 0.1, row: Row 
     site = CallSite(("job.py:2",), "Net", "cpu", frozenset({torch.float32}), is_reached=True, gives_tensor=True)
     observer.calls.append(site)
     phases = dict.fromkeys(PHASES, 0.0) | {"loader_wait": wait * seconds}
-    products = Operator("aten::addmm", 1.0, 0.8 * seconds, 0.0, 0.8, "")
+    products = Operator("aten::addmm", 1.0, 0.8 * seconds, 0.0, 0.8)
     profile = replace(ended_early(), seconds=seconds, phases=phases, operators=(products,), syncs=())  # type: ignore[arg-type]
     report = UNTIMED if row is None else script(Net=summary(rows=(row,)))
     return Observations(observer, profile, None, report)

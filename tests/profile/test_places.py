@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.profile.places import code_at, is_users, of_frame, short
+from flatout.profile.places import is_users, of_frame, short
 from tests.profile.conftest import Program
 
 
@@ -58,11 +58,3 @@ def test_the_innermost_frame_of_the_user_counts() -> None:
     assert "test_places.py:" in place
     assert "# the line" in code
     assert of_frame(None) == ("", "")
-
-
-@pytest.mark.parametrize("name", ["train.py", "my train:2.py"])
-def test_the_line_of_code_at_a_place(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_text("one = 1\n  two = 2\n")
-    assert code_at(f"{file}:2") == code_at(f"{file}:2 (a:3)") == "two = 2"
-    assert code_at(f"{file}:9") == code_at(f"{file}x:1") == code_at(str(file)) == ""

@@ -4,63 +4,51 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
+import tempfile
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flatout
-from flatout.profile import Profile, profile_run
-from flatout.profile.places import code_at
+from flatout.profile import Profile, profile_run, record
 from flatout.profile.profile_data import PHASES, Step
 from flatout.profile.record import SEARCHED_STEPS
-from flatout.profile.trace import Trace
 from tests.helpers import snapshot
-from tests.profile.events import marked
+from tests.profile.profile_sample import ended_early
 from tests.reasons import advice
 
 PLAIN = {"compile": False, "precision": False, "workers": False, "in_memory": False, "fused_optimizer": False}
 
 
-def mark(*_: Any) -> None:
-    """Leave a marker in the trace: a call that no other code makes, and that takes no time."""
-    time.sleep(0)
-
-
 class Samples(Dataset[tuple[Tensor, int]]):
-    def __init__(self, marked: bool = False) -> None:
-        self.marked = marked
-
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if self.marked:
-            mark()
         return torch.full((4,), float(index)), index % 2
 
 
 class Net(nn.Module):
-    """Network of two layers. If ``marked``, forward leaves a marker. If ``looks``, forward waits for the device."""
+    """Network of two layers. If ``looks``, forward waits for the device."""
 
-    def __init__(self, marked: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.marked = marked
         self.looks = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.marked:
-            mark()
         hidden = torch.relu(self.first(x))
         if self.looks and hidden.sum().item() > 1e9:  # the sync
             hidden = hidden * 2
@@ -94,48 +82,7 @@ def test_phases_and_steps_add_up(profile: Profile) -> None:
     assert profile.samples == 8
     assert (profile.before, profile.profiled_steps) == (4, 3)
     assert profile.profiled_seconds is not None
-    assert profile.device_phases == {}
-    assert profile.gaps == ()
     assert profile.device_busy is None
-
-
-def test_the_old_name_of_the_time_without_the_profiler_warns(profile: Profile) -> None:
-    with pytest.warns(DeprecationWarning, match=r"Profile\.seconds"):
-        assert profile.unprofiled_seconds == profile.seconds
-
-
-def marked_parts(profile: Profile) -> set[str]:
-    assert profile.trace is not None
-    return marked(Trace.read(profile.trace.path))
-
-
-def marking(phase: str) -> flatout.Run:
-    if phase == "loader_wait":
-        return make(DataLoader(Samples(marked=True), batch_size=8))
-    if phase == "forward":
-        return make(model=Net(marked=True))
-    run = make()
-    if phase == "backward":
-        run.model.first.weight.register_hook(mark)  # type: ignore[union-attr]
-    else:
-        assert run.optimizer is not None
-        run.optimizer.register_step_post_hook(mark)
-    return run
-
-
-@pytest.mark.parametrize("phase", ["loader_wait", "forward", "backward", "update"])
-def test_a_call_is_found_in_its_phase(phase: str) -> None:
-    assert marked_parts(marking(phase).profile(steps=2, warmup=1)) == {phase}
-
-
-def test_a_call_between_steps_is_host_idle_time() -> None:
-    run = make()
-
-    def step_and_mark(batch: Any) -> None:
-        run.step(batch)
-        mark()
-
-    assert marked_parts(profile_run(run.loader, step_and_mark, steps=2, warmup=1)) == {"host_idle"}
 
 
 def test_the_verdict_is_of_the_timed_steps_and_taken_right_after_them() -> None:
@@ -176,29 +123,71 @@ def test_a_profile_of_clean_steps_names_no_line(settings: dict[str, Any]) -> Non
     run.log("loss", run.step(next(iter(run.loader))))
     profile = run.profile(steps=2, warmup=2)
     assert profile.syncs == ()
-    places = {operator.where for operator in profile.operators} - {""}
-    assert [code_at(place) for place in places if "torch.full" not in code_at(place)] == []  # of the samples
     assert "would-wait" not in {code for sentence in profile.advice for code in advice(sentence)}
 
 
-def test_operators_are_ranked_and_placed(profile: Profile) -> None:
-    shares = [operator.share for operator in profile.operators]
-    assert shares == sorted(shares, reverse=True)
-    assert 0 < sum(shares) <= 1.001
-    linear = next(operator for operator in profile.operators if operator.name == "aten::addmm")
-    assert linear.calls == 2
-    assert "test_profile.py:" in linear.where
+def test_operators_are_those_of_the_profiled_steps_alone() -> None:
+    batches, run = list(DataLoader(Samples(), batch_size=8))[:6], make()
+
+    def until_the_end() -> Iterator[Any]:
+        yield from batches
+        torch.ones(999).cumsum(0)
+
+    for steps in (1, 2):  # one step warms up, two are searched, ``steps`` are timed, and one is profiled
+        profile = profile_run(until_the_end(), run.step, steps=steps, warmup=1)
+        assert profile.profiled_steps == 1
+        names = {operator.name: operator for operator in profile.operators}
+        assert names["aten::addmm"].calls == 2
+        assert not names.keys() & {"aten::cumsum", "flatout.forward", "[memory]"}
+        shares = [operator.share for operator in profile.operators]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < sum(shares) <= 1.001
+        assert all(operator.device_seconds == 0 for operator in profile.operators)
 
 
-def test_memory_has_a_peak_and_a_phase(profile: Profile) -> None:
-    memory = profile.memory
-    assert memory is not None
-    assert memory.device == "cpu"
-    assert memory.peak == max(allocated for _, allocated in memory.timeline)
-    assert memory.peak_phase in PHASES
-    times = [seconds for seconds, _ in memory.timeline]
-    assert times == sorted(times)
-    assert 0 <= times[0] <= times[-1]
+def test_the_peak_of_memory_is_that_of_the_profiled_steps() -> None:
+    size, is_large = 2**20, iter([False] * 4 + [True] + [False])
+
+    def step(batch: Any) -> None:
+        torch.ones(4 * size if next(is_large) else size, dtype=torch.int8)
+
+    batches = [torch.ones(8)] * 6  # two are searched, two are timed, two are profiled
+    peak = profile_run(batches, step, steps=2, warmup=0).memory_peak
+    assert peak is not None
+    assert 4 * size <= peak < 5 * size
+
+
+def test_events_on_a_gpu_are_counted_by_their_kernels() -> None:
+    def event(name: str, start: float, end: float, **about: Any) -> FunctionEvent:
+        return FunctionEvent(len(events), name, 1, start, end, use_device="cuda", **about)
+
+    events: list[FunctionEvent] = []
+    events.append(event("flatout.boundary", 100, 100, is_user_annotation=True))
+    matmul, view = event("aten::mm", 110, 130), event("aten::view", 111, 115)
+    matmul.append_kernel("gemm", 0, 500)
+    matmul.append_cpu_child(view)
+    replay = event("flatout.forward", 140, 160, is_user_annotation=True)  # replays a CUDA graph
+    replay.append_kernel("graph", 0, 200)
+    kernels = [
+        event("gemm", 120, 620, device_type=DeviceType.CUDA),
+        event("graph", 620, 820, device_type=DeviceType.CUDA),
+    ]
+    shown = event("flatout.forward", 620, 820, device_type=DeviceType.CUDA, is_user_annotation=True)
+    plain = event("flatout.update", 170, 180, is_user_annotation=True)
+    last = event("flatout.boundary", 1100, 1100, is_user_annotation=True)
+    late = event("aten::late", 1200, 1300)
+    events += [matmul, view, replay, *kernels, shown, plain, last, late]
+    averages = record._averages(SimpleNamespace(events=lambda: events))  # type: ignore[arg-type]
+    assert record._device_seconds(averages) == pytest.approx(700e-6)
+    operators = record._operators(averages, 2, 1e-3, on_gpu=True)
+    assert [(operator.name, operator.calls) for operator in operators] == [
+        ("aten::mm", 0.5),
+        ("flatout.forward", 0.5),
+        ("aten::view", 0.5),
+    ]
+    assert [operator.device_seconds for operator in operators] == pytest.approx([250e-6, 100e-6, 0])
+    assert [operator.share for operator in operators] == pytest.approx([0.25, 0.1, 0])
+    assert [operator.host_seconds for operator in operators] == pytest.approx([8e-6, 10e-6, 2e-6])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -272,22 +261,24 @@ def test_an_error_while_a_loaders_store_is_used_up_ends_the_profiler(capfd: pyte
     assert "Cancelling" not in capfd.readouterr().err
 
 
-def test_a_profiler_of_the_loops_own_is_refused_before_it_ends_the_process() -> None:
-    steps = 0
+@pytest.mark.parametrize("late", [5, 7])
+def test_a_profiler_of_the_loops_own_is_refused(late: int) -> None:
+    steps, own = 0, torch.profiler.profile()
 
     def starts_one(batch: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 5:
-            torch.profiler.profile().start()
+        if steps == late:  # one warms up, two are searched, two are timed, two are profiled
+            own.start()
 
     with pytest.raises(RuntimeError, match="profiler"):
-        profile_run(DataLoader(Samples(), batch_size=8), starts_one, warmup=1)
+        profile_run(DataLoader(Samples(), batch_size=8), starts_one, steps=2, warmup=1)
+    own.stop()
     with torch.profiler.profile(), pytest.raises(RuntimeError, match="profiler"):
         make().profile(steps=1, warmup=0)
-    with torch.profiler.profile() as own:  # the profiler works again
+    with torch.profiler.profile() as again:  # the profiler works again
         torch.ones(3) + 1
-    assert any(event.key == "aten::add" for event in own.key_averages())
+    assert any(event.key == "aten::add" for event in again.key_averages())
 
 
 def test_without_an_optimizer_there_is_nothing_to_step() -> None:
@@ -329,7 +320,7 @@ def test_an_epoch_that_ends_is_followed_by_another() -> None:
 def test_a_profile_is_written_as_json_trace_and_page(profile: Profile, tmp_path: Path) -> None:
     text = profile.to_json(tmp_path / "p.json")
     assert json.loads(text) == json.loads((tmp_path / "p.json").read_text())
-    assert json.loads(text)["schema"] == 2
+    assert json.loads(text)["schema"] == 3
     assert json.loads(text)["phases"]["forward"] == profile.phases["forward"]
     profile.to_chrome_trace(tmp_path / "t.json")
     profile.to_chrome_trace(tmp_path / "t.json.gz")
@@ -345,10 +336,14 @@ def test_a_profile_is_written_as_json_trace_and_page(profile: Profile, tmp_path:
     ET.fromstring(profile._repr_html_())
 
 
-def test_the_trace_file_is_deleted_with_its_profile() -> None:
+def test_a_profile_leaves_no_file_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     profile = make().profile(steps=1, warmup=0)
-    assert profile.trace is not None
-    path = profile.trace.path
-    assert path.exists()
-    del profile
-    assert not path.exists()
+    assert profile.trace
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_without_a_profiled_step_writes_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trace"):
+        ended_early().to_chrome_trace(tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())

@@ -17,8 +17,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from flatout.cli import main
-from flatout.profile.trace import Trace
-from tests.profile.events import marked
+from tests.clock import simulated_time
 from tests.reasons import advice
 
 TRAIN = """\
@@ -31,7 +30,7 @@ MARKED = sys.argv[1]
 
 def mark(where):
     if where == MARKED:
-        time.sleep(0)
+        time.sleep(10)
 
 class Samples(Dataset):
     def __len__(self):
@@ -111,12 +110,14 @@ def test_a_module_is_profiled_with_its_own_imports(
     assert len(json.loads(figures.read_text())["steps"]) == 2
 
 
-def profile(tmp_path: Path, script: Path, *args: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the profile's figures, and the phases in which the script leaves its marker."""
-    file, trace = tmp_path / "profile.json", tmp_path / "trace.json"
-    brief = ["--steps", "2", "--warmup", "1", *options, "--json", str(file), "--trace", str(trace)]
-    assert main(["profile", *brief, str(script), *args]) == 0
-    return json.loads(file.read_text()) | {"marked": marked(Trace.read(trace))}
+def profile(tmp_path: Path, script: Path, *args: str) -> dict[str, Any]:
+    """Return the profile's figures on simulated time, and the phases in which the script sleeps."""
+    file = tmp_path / "profile.json"
+    brief = ["--steps", "2", "--warmup", "1", "--json", str(file)]
+    with simulated_time(tick=0.001):
+        assert main(["profile", *brief, str(script), *args]) == 0
+    found = json.loads(file.read_text())
+    return found | {"marked": {phase for phase, seconds in found["phases"].items() if seconds > 5}}
 
 
 @pytest.mark.parametrize(
@@ -260,20 +261,15 @@ def test_a_script_that_ends_the_process_ends_it_as_ever(end: str, status: int, t
 def test_an_error_of_the_profiler_does_not_hide_the_scripts_status(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def no_trace(profiler: object, file: str) -> None:
-        Path(file).write_text("{")
-
     def no_space(profiler: object, file: str) -> None:
         raise OSError("no space left")
 
     path = write(tmp_path, LOOP + f"raise SystemExit({status})")
     brief = ["profile", "--warmup", "1", "--steps", "2", "--keep-going", path]
-    for export in (no_trace, no_space):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-            assert main(brief) == (status or 1)
-        error = capfd.readouterr().err
-        assert ("no space left" if export is no_space else "JSONDecodeError") in error
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "export_chrome_trace", no_space)
+        assert main(brief) == (status or 1)
+    assert "no space left" in capfd.readouterr().err
     folder = tmp_path / "folder"
     folder.mkdir()
     write(tmp_path, LOOP + f"import os; os.rmdir({str(folder)!r}); raise SystemExit({status})")
@@ -293,54 +289,24 @@ def test_the_needed_steps_are_printed_before_the_script_starts(
     assert timed_steps(captured.out) == 2
 
 
-NAMES = [
-    'a"b',
-    'a", "Cat": "b',
-    "back\\slash",
-    "tab\t",
-    "esc\x1b[31m",
-    "new\nline",
-    "\u202eright",
-    "\x7f\x85",
-    "%s{}<b>",
-]
+NAMES = ['a"b', "back\\slash", "tab\t", "esc\x1b[31m", "\u202eright", "\x7f\x85", "%s{}<b>"]
 
 
-def test_names_of_files_and_functions_may_be_anything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    calls = []
-    for i, name in enumerate(NAMES):
-        file = tmp_path / (name.replace("\n", "") + ".py")
-        file.write_text(
-            "import torch\ndef call(x):\n    return torch.relu(x).sum().item() + torch.ones(3).sum().item()\n"
-        )
-        calls.append(f"runpy.run_path(names[{i}])['call']")
-    files = [str(tmp_path / (name.replace("\n", "") + ".py")) for name in NAMES]
+def test_names_of_files_may_be_anything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / f"{name}.py" for name in NAMES]
+    for file in files:
+        file.write_text("import torch\ndef call(x):\n    return torch.relu(x).sum().item()\n")
     path = write(
         tmp_path,
-        f"""
-import runpy, torch
-names, labels = {files!r}, {NAMES!r}
-calls = [runpy.run_path(name)["call"] for name in names]
-for call, label in zip(calls, labels):
-    call.__code__ = call.__code__.replace(co_name=label)
-def step_names():
-    for call, label in zip(calls, labels):
-        with torch.profiler.record_function(label):
-            call(torch.ones(3))
-"""
-        + LOOP.replace("    step()", "    step()\n    step_names()"),
+        f"import runpy, torch\ncalls = [runpy.run_path(name)['call'] for name in {list(map(str, files))!r}]\n"
+        + LOOP.replace("    step()", "    step()\n    [call(torch.ones(3)) for call in calls]"),
     )
-    page, trace, figures = tmp_path / "page.html", tmp_path / "trace.json", tmp_path / "figures.json"
-    options = ["--html", str(page), "--trace", str(trace), "--json", str(figures)]
-    assert main(["profile", "--warmup", "1", "--steps", "2", *options, path]) == 0
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    assert main(["profile", "--warmup", "1", "--steps", "2", "--html", str(page), "--json", str(figures), path]) == 0
     shown = capfd.readouterr().out + page.read_text(encoding="utf-8")
     assert not set(shown) & set("\x1b\u202e\x7f\x85")
-    assert len(json.loads(figures.read_text(encoding="utf-8"))["steps"]) == 2
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    calls_in_files = [event for event in events if event.get("cat") == "python_function"]
-    assert len(calls_in_files) > len(NAMES)
-    assert all("Python id" in event["args"] for event in calls_in_files)
-    assert any('a"b.py' in sync["where"] for sync in json.loads(figures.read_text(encoding="utf-8"))["syncs"])
+    syncs = json.loads(figures.read_text(encoding="utf-8"))["syncs"]
+    assert {sync["where"].removeprefix(f"{tmp_path}/") for sync in syncs} >= {f"{name}.py:3" for name in NAMES}
 
 
 def test_names_that_a_user_gives_may_be_anything(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +314,6 @@ def test_names_that_a_user_gives_may_be_anything(tmp_path: Path, capfd: pytest.C
     path.write_text(LOOP)
     assert main(["profile", "--warmup", "1", "--steps", "9", "--html", str(page), str(path)]) == 0
     assert main(["profile", "--warmup", "9", str(path)]) == 1
-    assert main(["profile", "--nsight", str(path)]) == 0
     captured = capfd.readouterr()
     assert page.exists()
     assert not set(captured.out + captured.err) & set("\x1b\u202e")
@@ -438,7 +403,7 @@ w = torch.randn(4, 2, requires_grad=True)
 opt = torch.optim.SGD([w], lr=0.1)
 for _ in range(8):
     out = torch.ones(8, 4) @ w
-    time.sleep(0)
+    time.sleep(10)
     loss = out.square().mean()
     opt.zero_grad()
     loss.backward()
@@ -457,7 +422,7 @@ opt = torch.optim.LBFGS(model.parameters(), max_iter=1)
 def closure():
     opt.zero_grad()
     loss = model(torch.ones(8, 4)).square().mean()
-    time.sleep(0)
+    time.sleep(10)
     loss.backward()
     return loss
 for _ in range(8):
@@ -515,7 +480,7 @@ from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 2)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.ones(80, 4), torch.zeros(80, dtype=torch.long))
-loss = lambda out, y: (time.sleep(0), torch.nn.functional.cross_entropy(out, y))[1]
+loss = lambda out, y: (time.sleep(10), torch.nn.functional.cross_entropy(out, y))[1]
 off = {"compile": False, "workers": False, "precision": False}
 run = flatout.optimize(model, DataLoader(data, batch_size=8), opt, loss, budget=0, techniques=off)
 for batch in run.loader:
@@ -533,23 +498,6 @@ def test_a_profile_restores_the_interpreters_state(script: Path) -> None:
     after = sys.argv, list(sys.path), sys.modules["__main__"], dict(_global_optimizer_post_hooks)
     assert after == before
     assert not torch.autograd._profiler_enabled()
-
-
-def test_nsight_prints_lines_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "raise SystemExit('ran')")
-    assert main(["profile", "--nsight", "--steps", "7", path, "--name", "a b"]) == 0
-    nsys, ncu = capsys.readouterr().out.splitlines()
-    assert nsys.startswith("nsys profile ")
-    assert ncu.startswith("ncu ")
-    for line in (nsys, ncu):
-        assert "profile --capture --warmup 3" in line  # lines of commands, not of messages
-        assert line.endswith("--name 'a b'")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_capture_needs_a_gpu(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--capture", str(script)]) == 1
-    assert "GPU" in capsys.readouterr().err
 
 
 def test_bad_arguments(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader
 
 import flatout
 from flatout.profile import Sync
+from flatout.profile.phase_timer import PhaseTimer
 from flatout.profile.syncs import watching
 from tests.jobs import NO_TECHNIQUES
 
@@ -21,7 +23,8 @@ HERE = Path(__file__)
 
 
 def found(code: Callable[[], object], cuda: bool = False, steps: int = 1) -> tuple[Sync, ...]:
-    with watching(cuda) as seen:
+    timer = PhaseTimer()
+    with timer.listening(), watching(cuda, timer.phase) as seen:
         for _ in range(steps):
             code()
     return tuple(Sync(*call, count / steps) for call, count in seen.most_common())
@@ -88,6 +91,12 @@ def test_an_optimizers_own_counts_are_on_the_host_anyway() -> None:
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.ones(3)
     assert found(optimizer.step) == ()
+
+
+def test_samples_are_on_the_host_anyway() -> None:
+    samples = [torch.ones(()), torch.zeros(())]
+    loader = DataLoader(samples, 2, collate_fn=lambda batch: [sample.item() for sample in batch])  # type: ignore[arg-type]
+    assert found(lambda: list(loader)) == ()
 
 
 def test_a_scalers_look_at_the_gradients_is_in_the_update() -> None:
@@ -166,3 +175,29 @@ def test_warnings_of_the_debug_mode_are_taken_and_others_left(monkeypatch: pytes
     assert (sync.what, sync.per_step) == ("synchronize", 2)
     assert sync.where.endswith(f"test_syncs.py:{waits.__code__.co_firstlineno + 1}")
     assert modes == ["error", "warn", "error"]
+
+
+def test_waits_that_the_debug_mode_does_not_report_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def synchronize(self) -> None:
+            waits.append(self)
+
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    before, event = (torch.cuda.synchronize, Event.synchronize), Event()
+
+    def code() -> None:
+        torch.cuda.synchronize("cuda:0")
+        event.synchronize()
+
+    syncs = found(code, cuda=True)
+    line = code.__code__.co_firstlineno
+    assert [(sync.what, sync.where.rpartition(":")[2]) for sync in syncs] == [
+        ("synchronize", str(line + 1)),
+        ("synchronize", str(line + 2)),
+    ]
+    assert waits == ["cuda:0", event]
+    assert (torch.cuda.synchronize, Event.synchronize) == before

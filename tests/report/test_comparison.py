@@ -238,7 +238,7 @@ def test_what_the_writers_write_is_readable() -> None:
         ('{"schema": "flatout.script", "schema_version": 9}', "9"),
         ('{"schema": "flatout.script", "schema_version": 1, "modules": [3]}', "TypeError"),
         ('{"schema": 9, "profiled_steps": 1}', "9"),
-        ('{"schema": 2, "profiled_steps": 1}', "steps"),
+        ('{"schema": 3, "profiled_steps": 1}', "steps"),
         ('{"schema_version": 3, "decisions": {}, "fingerprint": {}}', "schema"),
         ("[" * 100_000, "RecursionError"),
     ],

@@ -13,7 +13,7 @@ from flatout.advise.observe import CallSite, LoaderSite
 from flatout.advise.session import Observations
 from flatout.core import formatting
 from flatout.core.machine import usable_cores
-from flatout.profile.profile_data import ProfileData
+from flatout.profile.shown_profile import Profile
 from flatout.report.model import Row
 
 Code = Literal["starved_loader", "sync_in_loop", "fp32_matmuls", "tiny_batches", "evaluation_with_gradients", "on_cpu"]
@@ -125,7 +125,7 @@ def _starved_loader(seen: Observations) -> Iterator[Cause]:
         yield Cause("starved_loader", loader.where, is_sure=False, values=values | {"remedy": "cheaper_samples"})
 
 
-def _gain_of_workers(profile: ProfileData, loader: LoaderSite) -> float:
+def _gain_of_workers(profile: Profile, loader: LoaderSite) -> float:
     """Return the estimated gain of one worker per core. The cores and the training itself do not get faster."""
     seconds, wait, cores = profile.seconds, profile.phases["loader_wait"], usable_cores()
     if loader.num_workers:  # workers are always busy if the training waits for them

@@ -15,9 +15,9 @@ from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainProgram
 from flatout.core.standard_error import say
-from flatout.profile.profile_data import ProfileData
 from flatout.profile.record import Course, ProfileRecording
 from flatout.profile.script import Ended, run_course
+from flatout.profile.shown_profile import Profile
 
 STEPS, WARMUP = 5, 3
 """Number of steps to time and then to profile, and number of warm-up steps before."""
@@ -35,7 +35,7 @@ class Observations:
     """
 
     observer: Observer
-    profile: ProfileData | None
+    profile: Profile | None
     sizes: tuple[float, float] | None
     report: ScriptReport
 

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from flatout.cli.command import Command, CommandError
 from flatout.cli.files import files_of, write
 from flatout.cli.program import add_program, program_of
 from flatout.core.formatting import clean
-from flatout.profile import nsight
 from flatout.profile.record import SEARCHED_STEPS, ProfileRecording
-from flatout.profile.script import Ended, capture_script, profile_script
+from flatout.profile.script import Ended, run_course
 
 DESCRIPTION = """\
 Runs a training script, times some of its updates and profiles some others: time
-by part of the step, the costliest operators, why the GPU idled, sync points by
-file and line, memory, and what to do. The script need not know of flatout. It
-is ended when the profile is done, unless --keep-going."""
+by phase of the step, the costliest operators, sync points by file and line, the
+peak memory, and what to do. The script need not know of flatout. It is ended
+when the profile is done, unless --keep-going."""
 
 EPILOG = """\
 examples:
   flatout profile train.py --epochs 3            a summary after some 25 updates
   flatout profile -m package.train --lr 0.1      a module, as for python -m
-  flatout profile --html profile.html train.py   and a page with charts
+  flatout profile --html profile.html train.py   and a page with a chart
   flatout profile --trace trace.json.gz train.py for https://ui.perfetto.dev
-  flatout profile --nsight train.py              what to type for nsys and ncu
 
 A step is what lies between two updates. After the warm-up, two steps search for
 sync points, and some use up what loader workers have in store. Then --steps are
@@ -45,27 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_positive, default=10, metavar="N", help="steps to time, then to profile (default: 10)"
     )
     parser.add_argument("--warmup", type=_positive, default=3, metavar="N", help="updates before (default: 3)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with charts")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with a chart")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the Chrome trace; compressed for *.gz")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("--keep-going", action="store_true", help="let the script run to its own end, unprofiled")
-    parser.add_argument("--nsight", action="store_true", help="run nothing: print the command lines of nsys and ncu")
-    parser.add_argument("--capture", action="store_true", help="for those lines: mark the updates, profile nothing")
     add_program(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run ``flatout profile``."""
     program, files = program_of(args), files_of(args)
-    if args.nsight:
-        for line in _nsight_lines(args):
-            print(clean(line.replace("{kernel}", nsight.kernel_filter(""))))
-        return 0
-    if args.capture:
-        if not torch.cuda.is_available():
-            raise CommandError("--capture is for nsys and ncu, which need a GPU; torch sees none here")
-        return _left(capture_script(program, steps=args.steps, warmup=args.warmup))
-
     least = args.warmup + SEARCHED_STEPS + 1
     print(
         f"flatout: profiling {clean(args.script)}, which must make at least {least} optimizer updates "
@@ -73,26 +59,24 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    recording, ended = profile_script(program, steps=args.steps, warmup=args.warmup, keep_going=args.keep_going)
-    status = _left(ended)
+    recording = ProfileRecording(args.steps, args.warmup)
+    ended = run_course(program, recording.course(), stop=not args.keep_going)
+    if isinstance(ended.error, KeyboardInterrupt):
+        raise ended.error
+    if ended.error is not None:
+        sys.excepthook(type(ended.error), ended.error, ended.error.__traceback__)
     try:
         _show(recording, ended, args, files)
-    except CommandError as error:  # the script's exit status takes precedence over flatout's
+        return ended.status
+    except CommandError as error:
         print(f"flatout: {clean(str(error))}", file=sys.stderr)
-        return status or 1
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        return status or 1
-    return status
+    return ended.status or 1  # the script's exit status takes precedence over flatout's
 
 
 def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, files: Mapping[str, Path]) -> None:
-    """Print the profile and write it to files.
-
-    Raises:
-        CommandError: there is no profile, or a file cannot be written.
-        Exception: the profiler failed.
-    """
+    """Print the profile and write it to files. An error means that there is no profile, or no file."""
     if ended.failure is not None:
         raise ended.failure
     if recording.timed == 0:
@@ -101,10 +85,7 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             f"{args.warmup + SEARCHED_STEPS + 1} or more, plus one for each batch that loader workers have prefetched "
             f"(--warmup {args.warmup})"
         )
-    commands: Sequence[str] = ()
-    if torch.cuda.is_initialized():
-        commands = _nsight_lines(args)
-    profile = recording.profile(commands=commands)
+    profile = recording.profile()
     console = Console()
     console.print(profile)
     if profile.profiled_steps < args.steps:
@@ -113,25 +94,11 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             f"because {clean(args.script)} ended after {ended.updates} optimizer updates",
             file=sys.stderr,
         )
-    writers: dict[str, Callable[[Path], object]] = {
-        "html": profile.to_html,
-        "trace": profile.to_chrome_trace,
-        "json": profile.to_json,
-    }
-    write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
-
-
-def _nsight_lines(args: argparse.Namespace) -> tuple[str, str]:
-    return nsight.commands(args.script, args.args, args.steps, args.warmup, is_module=args.is_module)
-
-
-def _left(ended: Ended) -> int:
-    """Return the script's exit status. Show an exception of the script as Python does, and raise an interrupt."""
-    if isinstance(ended.error, KeyboardInterrupt):
-        raise ended.error
-    if ended.error is not None:
-        sys.excepthook(type(ended.error), ended.error, ended.error.__traceback__)
-    return ended.status
+    write(
+        files,
+        {"html": profile.to_html, "trace": profile.to_chrome_trace, "json": profile.to_json},
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
 
 
 def _positive(text: str) -> int:

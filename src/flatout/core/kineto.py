@@ -1,4 +1,4 @@
-"""Suppression of messages of torch's profiler on standard error that do not concern the user's code."""
+"""Memory events of torch's profiler, and suppression of its messages on standard error."""
 
 from __future__ import annotations
 
@@ -6,13 +6,39 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 _LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"
 _TORCHS_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _ERROR = 2
+
+
+def allocated_peak(profiled: Any, within: str, device: torch.device) -> int:
+    """Return the largest sum of bytes that was allocated on a device during a part of a profile.
+
+    Args:
+        profiled: finished ``torch.autograd.profiler.profile`` with ``profile_memory=True``.
+        within: name of ranges. The part lasts from the start of the first one to the end of the last one.
+        device: device of the memory.
+    """
+    events = profiled.kineto_results.events()
+    marks = [event for event in events if event.name() == within and event.device_type() == DeviceType.CPU]
+    start, end = min(mark.start_ns() for mark in marks), max(mark.end_ns() for mark in marks)
+    wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    sizes = [
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]"
+        and start <= event.start_ns() <= end
+        and event.device_type() == wanted
+        and device.index in (None, event.device_index())
+    ]
+    return max(accumulate(size for _, size in sorted(sizes)), default=0)
 
 
 @contextlib.contextmanager

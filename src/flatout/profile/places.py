@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import linecache
 import os
-import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
 
-_PLACE = re.compile(r"(?P<file>.+):(?P<line>\d+)(?: \(.+\))?")
 _NOT_THE_USERS = {"torch", "functorch", "flatout", "numpy", "triton"}
 _ROOTS = tuple(os.path.dirname(os.path.dirname(file)) for file in (torch.__file__, os.path.dirname(__file__)))
 """Folders that hold the packages torch and flatout. An editable install is not on ``sys.path``."""
@@ -58,12 +56,6 @@ def of_frame(frame: FrameType | None) -> tuple[str, str]:
         if is_users(file):
             return f"{file}:{at.f_lineno}", linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
     return "", ""
-
-
-def code_at(place: str) -> str:
-    """Return the line of code at ``file:line`` or ``file:line (name)``; empty if the line cannot be read."""
-    found = _PLACE.fullmatch(place)
-    return "" if found is None else linecache.getline(found["file"], int(found["line"])).strip()
 
 
 def _main_file() -> str:

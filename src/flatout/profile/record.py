@@ -1,34 +1,40 @@
-"""Recording of training steps: warm-up, search for syncs, timed steps, and steps under the profiler."""
+"""Recording of training steps: warm-up, search for syncs, timed steps, and steps under torch's profiler."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
+import gzip
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as TorchProfiler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flatout.core.batches import batch_size_of
-from flatout.core.kineto import quiet_allocator, quiet_kineto
-from flatout.profile import nsight
-from flatout.profile.phase_timer import HostClock, PhaseTimer
-from flatout.profile.profile_data import Step, Sync, TraceFile
+from flatout.core.kineto import allocated_peak, quiet_allocator, quiet_kineto
+from flatout.profile.advice import advise
+from flatout.profile.phase_timer import PhaseTimer
+from flatout.profile.profile_data import Operator, Step, Sync
 from flatout.profile.shown_profile import Profile
-from flatout.profile.summary import summarise
-from flatout.profile.syncs import replaced, watching
-from flatout.profile.trace import BOUNDARY, Trace
+from flatout.profile.syncs import watching
+from flatout.report.environment import environment_of
 from flatout.report.model import Row
 
 SEARCHED_STEPS = 2
 """Number of steps that are searched for syncs. These steps are not timed, because the search slows every operator."""
 _AHEAD_ON_CUDA = 2  # batches that a flatout.data.Prefetcher fetches ahead
 _MOST_AHEAD = 64
+_OPERATORS = 15  # of a profile at most
+_BOUNDARY = "flatout.boundary"  # range without length between two profiled steps
 _ONE = "torch has only one profiler, and flatout needs it: take the loop's own torch.profiler out"
 
 Course = Generator[bool, None, None]
@@ -66,7 +72,7 @@ def profile_run(
 
     Raises:
         ValueError: ``steps`` < 1, ``warmup`` < 0, or ``loader`` ends before a step is timed.
-        RuntimeError: another profiler of torch is active.
+        RuntimeError: the loop uses another profiler of torch.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
@@ -85,8 +91,7 @@ def profile_run(
     finally:
         course.close()
     timed = samples[recording.before : recording.before + recording.timed]
-    commands = nsight.commands_of_main(steps, warmup) if torch.cuda.is_initialized() else ()
-    return recording.profile(sum(timed) / max(1, len(timed)), commands)
+    return recording.profile(sum(timed) / max(1, len(timed)))
 
 
 class ProfileRecording:
@@ -112,130 +117,159 @@ class ProfileRecording:
         self._rows = rows
         self._verdict = ""
         self._syncs: list[Sync] = []
-        self._timer = self._profiled = PhaseTimer(HostClock())
-        self._trace = TraceFile()
+        self._timer = self._profiled = PhaseTimer()
+        self._profiler: TorchProfiler | None = None
+        self._allocated = 0  # bytes on the GPU at the start of the first profiled step
 
     @property
     def timed(self) -> int:
         """Number of steps timed so far."""
         return self._timer.count
 
-    def profile(self, samples: float | None = None, commands: Sequence[str] = ()) -> Profile:
-        """Return the profile of the recorded steps. The arguments are those of ``summarise``.
-
-        Raises:
-            ValueError: no step was timed.
-        """
-        if self.timed == 0:
-            raise ValueError("there is nothing to profile: the loop ended before the first step was timed")
-        profiled = self._profiled.steps()
-        return summarise(
-            self._timer.steps(),
-            Trace.read(self._trace.path) if profiled else None,
-            before=self.before,
-            profiled=profiled,
-            syncs=self._syncs,
-            samples=samples,
-            commands=commands,
-            verdict=self._verdict,
-            rows=self._rows,
-            trace_file=self._trace if profiled else None,
-        )
-
     def course(self) -> Course:
         """Record the loop from its first step to its last."""
-        yield from _wait(self._warmup)
-        yield from self._search()
-        if torch.autograd._profiler_enabled():
-            raise RuntimeError(_ONE)
-        _load_cupti()
-        profiler = TorchProfiler(activities=_activities(), record_shapes=True, profile_memory=True, with_stack=True)
-        with _refused(profiler):
-            # Loaders have prefetched batches in the meantime. Timed steps must not use batches that need no wait.
-            # On a GPU, one more step lets the host run ahead of the GPU before timing begins.
-            ahead = _ahead() + torch.cuda.is_initialized()
-            self.before += ahead
-            yield from _wait(ahead)
-            yield from self._time()
-            yield from self._profile(profiler)
-
-    def _search(self) -> Course:
-        steps = []
+        yield from _steps(self._warmup)
+        searched = []
         for _ in range(SEARCHED_STEPS):
-            with watching(torch.cuda.is_initialized()) as seen:
+            timer = PhaseTimer()
+            with timer.listening(), watching(torch.cuda.is_initialized(), timer.phase) as seen:
                 yield False
-            steps.append(seen)
+            searched.append(seen)
         self._syncs = [
-            Sync(*found, count / SEARCHED_STEPS, is_in_every_step=all(found in seen for seen in steps))
-            for found, count in sum(steps, Counter()).most_common()
+            Sync(*found, count / SEARCHED_STEPS, is_in_every_step=all(found in seen for seen in searched))
+            for found, count in sum(searched, Counter()).most_common()
         ]
 
-    def _time(self) -> Course:
+        on_gpu = torch.cuda.is_initialized()
+        if on_gpu:  # the first start is slow, and loaders would run ahead during the start
+            with _make_profiler():
+                pass
+        # Loaders have prefetched batches in the meantime. Timed steps must not use batches that need no wait.
+        # On a GPU, one more step lets the host run ahead of the GPU before timing begins.
+        ahead = _ahead() + on_gpu
+        self.before += ahead
+        yield from _steps(ahead)
+
         self._timer = PhaseTimer()
         with self._timer.listening():
-            yield from self._counted(self._timer)
+            yield from _steps(self._steps, self._timer.boundary)
         if self._judge is not None:
             self._verdict = self._judge(Step.mean(self._timer.steps()))
 
-    def _counted(self, timer: PhaseTimer, mark: Callable[[], object] = lambda: None) -> Course:
-        """Record steps, each between two boundaries."""
-        timer.boundary()
-        mark()
-        for _ in range(self._steps):
-            yield False
-            timer.boundary()
-            mark()
-
-    def _profile(self, profiler: TorchProfiler) -> Course:
+        self._profiler = _make_profiler()
         with quiet_kineto():
-            profiler.start()
+            self._profiler.start()
         with quiet_allocator():
             try:
-                if torch.cuda.is_initialized():  # lets the host run ahead of the GPU before profiling begins
+                if on_gpu:
                     yield False
+                    self._allocated = torch.cuda.memory_allocated()
                 self._profiled = PhaseTimer()
-                yield from self._counted(self._profiled, _mark)
-                if torch.cuda.is_initialized():
+                yield from _steps(self._steps, self._mark)
+                if on_gpu:
                     torch.cuda.synchronize()
             finally:
-                profiler.stop()
-                if self._profiled.count:
-                    profiler.export_chrome_trace(str(self._trace.path))
+                self._profiler.stop()
 
-
-def _wait(steps: int) -> Course:
-    """Let ``steps`` steps pass."""
-    for _ in range(steps):
-        yield False
-
-
-def _activities() -> list[ProfilerActivity]:
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu]
-
-
-def _load_cupti() -> None:
-    """Start a profiler on a GPU once. The first start is slow, and loaders would run ahead during the start."""
-    if torch.cuda.is_initialized():
-        with TorchProfiler(activities=_activities()):
+    def _mark(self) -> None:
+        self._profiled.boundary()
+        with record_function(_BOUNDARY):
             pass
 
+    def profile(self, samples: float | None = None) -> Profile:
+        """Return the profile of the recorded steps. Call this once.
 
-def _refused(ours: TorchProfiler) -> ExitStack:
-    """Make other profilers raise until the returned stack is closed. A second one would crash the process."""
+        Args:
+            samples: samples per step; None if unknown.
 
-    def unless_ours(method: Callable[[Any], None]) -> Callable[[Any], None]:
-        def call(profiler: Any) -> None:
-            if profiler is not ours.profiler:
-                raise RuntimeError(_ONE)
-            method(profiler)
+        Raises:
+            ValueError: no step was timed.
+            RuntimeError: the loop started another profiler of torch.
+        """
+        if self.timed == 0:
+            raise ValueError("there is nothing to profile: the loop ended before the first step was timed")
+        steps, profiled = self._timer.steps(), self._profiled.steps()
+        mean, device = Step.mean(steps), torch.device("cpu")
+        if torch.cuda.is_initialized():
+            device = torch.device("cuda", torch.cuda.current_device())
+        profile = Profile(
+            steps=steps,
+            seconds=mean.seconds,
+            before=self.before,
+            samples=samples,
+            phases=mean.phases,
+            syncs=tuple(self._syncs),
+            environment=environment_of(device),
+            verdict=self._verdict,
+        )
+        if profiled and self._profiler is not None:
+            averages, seconds = _averages(self._profiler), Step.mean(profiled).seconds
+            kernels = _device_seconds(averages) / len(profiled)
+            profile = replace(
+                profile,
+                profiled_steps=len(profiled),
+                profiled_seconds=seconds,
+                operators=_operators(averages, len(profiled), seconds, on_gpu=kernels > 0),
+                device_busy=min(1.0, kernels / mean.seconds) if kernels else None,
+                memory_peak=self._allocated + allocated_peak(self._profiler.profiler, _BOUNDARY, device),
+                trace=_chrome_trace(self._profiler),
+            )
+        return replace(profile, advice=advise(profile, self._rows))
 
-        return call
 
-    stack = ExitStack()
-    for name in ("_prepare_trace", "_start_trace"):
-        stack.enter_context(replaced(torch.autograd.profiler.profile, name, unless_ours))
-    return stack
+def _averages(profiler: TorchProfiler) -> list[FunctionEventAvg]:
+    """Return torch's ``key_averages`` over the profiled steps alone, for each device."""
+    events = profiler.events() or []
+    marks = [event.time_range.start for event in events if event.name == _BOUNDARY]
+    if len(marks) < 2:
+        raise RuntimeError(_ONE)
+    averages: dict[Any, FunctionEventAvg] = defaultdict(FunctionEventAvg)
+    for event in events:
+        if marks[0] <= event.time_range.start < marks[-1]:
+            averages[event.device_type, event.key].add(event)
+    return list(averages.values())
+
+
+def _device_seconds(averages: Iterable[FunctionEventAvg]) -> float:
+    """Return the seconds of all kernels and copies on a GPU."""
+    kernels = (each for each in averages if each.device_type != DeviceType.CPU and not each.is_user_annotation)
+    return 1e-6 * sum(each.self_device_time_total for each in kernels)
+
+
+def _operators(
+    averages: Iterable[FunctionEventAvg], steps: int, seconds: float, *, on_gpu: bool
+) -> tuple[Operator, ...]:
+    """Return the costliest operators, by the time of their own kernels, or without a GPU by their own time."""
+    found = []
+    for each in averages:
+        host, device = 1e-6 * each.self_cpu_time_total / steps, 1e-6 * each.self_device_time_total / steps
+        is_range = each.is_user_annotation and not device  # the kernels of a CUDA graph belong to a range
+        if each.device_type == DeviceType.CPU and each.key != "[memory]" and not is_range:
+            share = (device if on_gpu else host) / seconds
+            found.append(Operator(str(each.key), each.count / steps, host, device, share))
+    return tuple(sorted(found, key=lambda operator: (-operator.share, -operator.host_seconds))[:_OPERATORS])
+
+
+def _chrome_trace(profiler: TorchProfiler) -> bytes:
+    with TemporaryDirectory(prefix="flatout-profile-") as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        return gzip.compress(file.read_bytes(), compresslevel=6)
+
+
+def _make_profiler() -> TorchProfiler:
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError(_ONE)
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return TorchProfiler(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True, profile_memory=True)
+
+
+def _steps(count: int, mark: Callable[[], object] = lambda: None) -> Course:
+    """Let ``count`` steps pass, and call ``mark`` before and after each."""
+    mark()
+    for _ in range(count):
+        yield False
+        mark()
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -246,11 +280,6 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
         for batch in loader:
             empty = False
             yield batch
-
-
-def _mark() -> None:
-    with record_function(BOUNDARY):
-        pass
 
 
 def _ahead() -> int:

@@ -1,7 +1,6 @@
 """``flatout profile train.py``: profile of a training script that does not use flatout.
 
-torch's hook on optimizers counts the updates. The two steps that search for syncs run under a dispatch mode. In the
-timed steps some functions of torch record the times of their calls. Everything is restored after the last step.
+torch's hook on optimizers counts the updates, and a step is the interval between two updates.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.core.main_program import MainProgram
-from flatout.profile.record import Course, ProfileRecording
+from flatout.profile.record import Course
 
 _MOST_ENDS = 3
 """Number of attempts to end a script. A script that catches all of them trains to its own end."""
@@ -38,47 +36,6 @@ class Ended:
     error: BaseException | None
     updates: int
     failure: Exception | None = None
-
-
-def profile_script(
-    program: MainProgram, *, steps: int, warmup: int, keep_going: bool
-) -> tuple[ProfileRecording, Ended]:
-    """Run a script, time some of its steps without the profiler, then profile the same number of steps.
-
-    A step is the interval between two updates of the script's first optimizer.
-
-    Args:
-        program: the script.
-        steps: number of steps to time, and number of steps to profile.
-        warmup: number of updates before all other steps, at least 1.
-        keep_going: True: let the script run to its own end. False: end the script when the profile is done.
-
-    Returns:
-        The recording, and the end of the script.
-    """
-    recording = ProfileRecording(steps, warmup)
-    return recording, run_course(program, recording.course(), stop=not keep_going)
-
-
-def capture_script(program: MainProgram, *, steps: int, warmup: int) -> Ended:
-    """Run a script for Nsight: open the range that nsys and ncu record, and name the operators in the range."""
-    return run_course(program, _capture(steps, warmup), stop=True)
-
-
-def _capture(steps: int, warmup: int) -> Course:
-    """Let ``warmup`` updates pass, then open the range that Nsight records for ``steps`` updates."""
-    for _ in range(warmup):
-        yield False
-    torch.cuda.synchronize()
-    with torch.autograd.profiler.emit_nvtx():
-        torch.cuda.profiler.start()
-        try:
-            for _ in range(steps):
-                yield False
-        finally:
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-        yield True  # emit_nvtx must not end within an operator
 
 
 def run_course(program: MainProgram, course: Course, *, stop: bool) -> Ended:

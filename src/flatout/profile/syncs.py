@@ -51,42 +51,45 @@ Without a GPU the methods copy nothing, so a dispatch mode does not see the call
 """
 Note = Callable[[str, "FrameType | None"], None]
 """Function that records a call, given the name that a profile shows and the frame that makes the call."""
-_UPDATES = {"torch/optim/optimizer.py", "torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py"}
-_READERS = {"flatout/training/logged_metrics.py", "flatout/training/non_finite.py"}
-_FLUSH = "flatout/training/stepper.py", "flush"
-_LOSS = "flatout/training/objective.py", "loss"
-"""Files that read values at once only on a CPU (``_READERS``), and file and function of flatout's update and loss."""
+_LOADERS = ("torch/utils/data/dataloader.py", "flatout/data/")
+"""Files that call code of datasets."""
+_READERS = ("torch/optim/", "flatout/training/logged_metrics.py", "flatout/training/non_finite.py")
+"""Files that read values which are on the host, or which they read at once only on a CPU."""
 
 
 @contextmanager
-def watching(cuda: bool) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
+def watching(
+    cuda: bool, phase: Callable[[], Phase] = lambda: "host_idle"
+) -> Iterator[Counter[tuple[str, str, str, Phase]]]:
     """Count the synchronizing calls of the code within the ``with`` block.
 
     The count raises no error in the block. The end of the block restores modes, filters and methods.
 
     Args:
         cuda: True: listen to torch's sync debug mode. False: watch operators on any device.
+        phase: returns the present phase of the step.
 
     Yields:
-        The number of calls by call, place, line of code and part of the step.
+        The number of calls by call, place, line of code and phase.
     """
     seen: Counter[tuple[str, str, str, Phase]] = Counter()
 
     def note(what: str, frame: FrameType | None) -> None:
-        phase = _phase_of(frame)
-        if not cuda and (phase == "loader_wait" or _in_optimizer(frame) or _is_reader(frame)):
-            return  # samples, counts of optimizers and read values are on the host even if the model is on a GPU
+        if not cuda and _is_on_host(frame):
+            return
         where, code = of_frame(frame)
         if what == "to" and "cpu" not in code:  # .to(device), which copies nothing to the host on a GPU
             return
-        seen[what, where, code, phase] += 1
+        seen[what, where, code, phase()] += 1
 
     with ExitStack() as stack:
         if cuda:
             stack.enter_context(_debug_mode(note))
+            for owner in (torch.cuda, torch.cuda.Event):  # the debug mode does not report these waits
+                stack.enter_context(replaced(owner, "synchronize", partial(_watched, "synchronize", note)))
         else:
             for name, what in _METHODS.items():
-                stack.enter_context(replaced(Tensor, name, partial(_watched, name, what, note)))
+                stack.enter_context(replaced(Tensor, name, partial(_watched, what, note)))
             stack.enter_context(_SyncWatch(note))
         yield seen
 
@@ -130,15 +133,15 @@ def _waiting(operator: str, args: Any, kwargs: Any) -> str:
     return _WAITING_OPERATORS.get(operator, "")
 
 
-def _watched(name: str, what: str, note: Note, method: Any) -> Any:
-    """Return a tensor method that reports its calls to ``note``."""
+def _watched(what: str, note: Note, function: Any) -> Any:
+    """Return a function or a tensor method that reports its calls to ``note``."""
 
-    def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        own = _is_torchs(short(frame.f_code.co_filename)) and name != "__repr__"  # torch's __format__ calls __repr__
-        if not own and (name != "to" or _to_host(args, kwargs)):
+        own = _is_torchs(short(frame.f_code.co_filename)) and what != "print"  # torch's __format__ calls __repr__
+        if not own and (what != "to" or _to_host(args[1:], kwargs)):
             note(what, frame)
-        return method(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -167,31 +170,11 @@ def _debug_mode(note: Note) -> Iterator[None]:
             yield
 
 
-def _phase_of(frame: FrameType | None) -> Phase:
-    """Return the part of a step that a stack is in, by the functions of torch and flatout on the stack."""
-    inside_module = False
-    for at, file in outwards(frame):
-        name = at.f_code.co_name
-        if name == "_engine_run_backward":
-            return "backward"
-        if file in _UPDATES or (file, name) == _FLUSH:
-            return "update"
-        if file == "torch/utils/data/dataloader.py" or file.startswith("flatout/data/"):
-            return "loader_wait"
-        inside_module |= file == "torch/nn/modules/module.py" or (file, name) == _LOSS
-    return "forward" if inside_module else "host_idle"
-
-
-def _in_optimizer(frame: FrameType | None) -> bool:
-    """Return True if a frame between the innermost frame and the user's code is in ``torch.optim``."""
-    torchs = takewhile(_is_torchs, (file for _, file in outwards(frame)))
-    return any(file.startswith("torch/optim/") for file in torchs)
-
-
-def _is_reader(frame: FrameType | None) -> bool:
-    """Return True if a frame between the innermost frame and the user's code waits for no value of a GPU."""
-    own = takewhile(lambda file: not is_users(file), (file for _, file in outwards(frame)))
-    return any(file in _READERS for file in own)
+def _is_on_host(frame: FrameType | None) -> bool:
+    """Return True if the value of a call is on the host even if the model is on a GPU."""
+    files = [file for _, file in outwards(frame)]
+    readers = takewhile(lambda file: not is_users(file), files)
+    return any(file.startswith(_LOADERS) for file in files) or any(file.startswith(_READERS) for file in readers)
 
 
 def _is_torchs(file: str) -> bool:

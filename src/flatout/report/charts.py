@@ -9,7 +9,6 @@ import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from markupsafe import Markup
 
@@ -20,12 +19,6 @@ _LINE = 26
 
 _THICK = 34
 """Height of a stacked bar, pixels."""
-
-_TOP = 8
-"""Margin above columns and areas, pixels."""
-
-_LABELS = 20
-"""Largest number of columns that all have a number."""
 
 _SVG = {"xmlns": "http://www.w3.org/2000/svg", "width": "100%"}
 
@@ -53,7 +46,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a stacked bar or column.
+    """Part of a stacked bar.
 
     Attributes:
         name: text of the tooltip.
@@ -144,80 +137,6 @@ def stacked(label: str, bars: Mapping[str, Sequence[Segment]]) -> Markup:
     return _markup(chart)
 
 
-def columns(label: str, columns: Mapping[str, Sequence[Segment]], longest: float) -> Markup:
-    """Draw numbered columns of segments, from the bottom up.
-
-    Args:
-        label: title for screen readers.
-        columns: segments of each column, by the text of its tooltip.
-        longest: milliseconds of the longest column.
-    """
-    height = 150
-    distance, numbered = 1 / len(columns), math.ceil(len(columns) / _LABELS)
-    chart = _chart(label)
-    svg = _svg(chart, height + 30, css="levels")
-    for share in (0.0, 0.5, 1.0):
-        _level(svg, _TOP + height * (1 - share), formatting.milliseconds(share * longest))
-    for index, (title, parts) in enumerate(columns.items()):
-        left, y = (index + 0.1) * distance, float(_TOP + height)
-        column = _draw(svg, "g")
-        _draw(column, "title", title)
-        for part in parts:
-            length = height * part.ms / longest
-            y -= length
-            x, width = _percent(left), _percent(0.8 * distance)
-            _draw(column, "rect", style=f"fill:{part.color}", x=x, y=y, width=width, height=length)
-        if (index + 1) % numbered == 0:
-            middle = _percent((index + 0.5) * distance)
-            _draw(column, "text", str(index + 1), css="axis", x=middle, y=height + 24, text_anchor="middle")
-    return _markup(chart)
-
-
-def area(label: str, points: Sequence[tuple[float, float]], end: float, peak: float) -> Markup:
-    """Draw bytes over seconds, as the area below a line of steps.
-
-    Args:
-        label: title for screen readers.
-        points: pairs of seconds and bytes, in order.
-        end: seconds at the right edge.
-        peak: bytes at the upper edge.
-    """
-    width, height = 1000, 130  # units of the line, which the SVG stretches to the chart
-    low = min(0.0, *(value for _, value in points))
-    span = max(1.0, peak - low)
-
-    def x(time: float) -> float:
-        return width * min(1.0, time / end)
-
-    def y(value: float) -> float:
-        return height * (1 - (value - low) / span)
-
-    start, first = points[0]
-    line = f"M{x(start):.1f} {y(first):.1f}"
-    for (_, before), (time, value) in pairwise([*points, (end, points[-1][1])]):
-        line += f"L{x(time):.1f} {y(before):.1f}L{x(time):.1f} {y(value):.1f}"
-    chart = _chart(label)
-    svg = _svg(chart, height + 32, css="levels")
-    for value in (low, (low + peak) / 2, peak):
-        _level(svg, _TOP + y(value), formatting.size_of(value))
-    below = f"{line}L{x(end):.1f} {y(low):.1f}L{x(start):.1f} {y(low):.1f}Z"
-    shape = {"viewBox": f"0 0 {width} {height}", "preserveAspectRatio": "none", "y": f"{_TOP}", "height": f"{height}"}
-    stretched = ET.SubElement(svg, "svg", shape | {"width": "100%"})
-    _draw(stretched, "path", d=below, style="fill:var(--step);opacity:.25")
-    _draw(stretched, "path", d=line, css="line")
-    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        text = formatting.milliseconds(1e3 * share * end)
-        _draw(svg, "text", text, css="axis", x=_percent(share), y=height + 26, text_anchor=anchor)
-    return _markup(chart)
-
-
-def share_bar(share: float) -> Markup:
-    """Draw a small bar for the cell of a table, full at 1."""
-    svg = ET.Element("svg", _SVG | {"width": "90", "height": "12", "aria-hidden": "true"})
-    _draw(svg, "rect", css="step", x=0, y=1, width=90 * share, height=10, rx=2)
-    return _markup(svg)
-
-
 def _ticks(low: float, high: float) -> list[float]:
     """Return four to eight round positions, zero among them."""
     span = high - low
@@ -234,13 +153,9 @@ def _line(chart: ET.Element, name: str, value: str, height: float, css: str = ""
     """Append a line with name, plot and value to a chart. Return the plot."""
     line = ET.SubElement(chart, "div", {"class": f"line {css}".strip()})
     _draw(line, "span", name, css="name")
-    plot = _svg(line, height)
+    plot = ET.SubElement(line, "svg", _SVG | {"height": f"{height:g}"})
     _draw(line, "span", value, css="value")
     return plot
-
-
-def _svg(parent: ET.Element, height: float, css: str = "") -> ET.Element:
-    return ET.SubElement(parent, "svg", _SVG | {"height": f"{height:g}"} | ({"class": css} if css else {}))
 
 
 def _percent(share: float) -> str:
@@ -254,12 +169,6 @@ def _draw(parent: ET.Element, tag: str, text: str = "", css: str = "", **attribu
         element.set(name.replace("_", "-"), value if isinstance(value, str) else f"{round(value, 2):g}")
     element.text = formatting.unbroken(formatting.visible(text))
     return element
-
-
-def _level(svg: ET.Element, y: float, text: str) -> None:
-    """Draw a line across a chart, with its value at the left."""
-    _draw(svg, "line", css="tick", x1=0, y1=y, x2="100%", y2=y)
-    _draw(svg, "text", text, css="axis", x=-8, y=y + 4, text_anchor="end")
 
 
 def _markup(chart: ET.Element) -> Markup:

@@ -25,7 +25,7 @@ FactKind = Literal["code", "model", "data", "batch size", "precision", "optimize
 Facts = Mapping[FactKind, Mapping[str, str]]
 """Facts by kind and name. A kind that the report does not record is missing."""
 
-READABLE_SCRIPTS, READABLE_PROFILES = (1,), (2,)
+READABLE_SCRIPTS, READABLE_PROFILES = (1,), (2, 3)
 """Readable schema versions of the JSON of scripts and profiles."""
 
 _VERSIONS = ("torch", "flatout", "python", "cuda", "cudnn")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from torch.autograd import profiler
 
-from flatout.core.kineto import quiet_allocator, quiet_kineto
+from flatout.core.kineto import allocated_peak, quiet_allocator, quiet_kineto
 from flatout.distributed.agreement import ALONE, Agreement
 
 
@@ -45,7 +44,4 @@ def step_memory(
             step()
         with profiler.record_function("flatout.measured"):
             step()
-    events = sorted(profile.kineto_results.events(), key=lambda event: event.start_ns())
-    begun = next(event.start_ns() for event in events if event.name() == "flatout.measured")
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.start_ns() >= begun]
-    return int(ranks.largest([max(accumulate(sizes), default=0)])[0])
+    return int(ranks.largest([allocated_peak(profile, "flatout.measured", device)])[0])
