@@ -6,6 +6,7 @@ import pytest
 
 CUPTI = "the profiler needs CUPTI, which needs a driver"
 NCCL = "NCCL is not emulated"
+NVML = "NVML is not emulated"
 TRITON = "code of Triton and NVRTC is for a GPU"
 CUDNN = "cuDNN does not run: torch's CPU kernels take its place"
 TF32 = "torch's CPU kernels do not round to TF32"
@@ -24,6 +25,7 @@ UNSUPPORTED = {
     "test_normalize.py::test_it_is_compiled_in_one_graph": TRITON,
     "test_profile.py::test_every_phase_has_kernels_and_the_gaps_are_what_is_left": CUPTI,
     "test_profile.py::test_a_wait_is_found_at_its_line_and_blamed_for_the_gap": CUPTI,
+    "test_training_loops.py::test_commands_about_the_machine[monitor --once]": NVML,
     "test_training_techniques.py::test_alone[compile=default]": TRITON,
     "test_profile.py::test_a_script_has_its_copies_and_its_syncs": CUPTI,
 }
