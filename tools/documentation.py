@@ -27,7 +27,7 @@ MODULES = {
     "flatout.data": "Loaders, caches, and functions on batches of any nesting.",
     "flatout.mfu": "FLOPs, peaks, and a counter of steps.",
     "flatout.profile": "Where the time of a step goes.",
-    "flatout.monitor": "Samples of GPUs, host and processes.",
+    "flatout.monitor": "Samples of GPUs.",
     "flatout.report": "The report as data, and comparisons of two reports.",
     "flatout.integrations.accelerate": "Tuning of a training loop of accelerate.",
     "flatout.integrations.lightning": "Tuning of a Lightning Trainer.",

@@ -107,6 +107,6 @@ def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkey
         if name == "nvmlInit":  # the first sample calls nvmlInit once
             os.kill(os.getpid(), signal.SIGINT)
 
-    System(monkeypatch, Path()).nvml(before=interrupt)
+    System(monkeypatch).nvml(before=interrupt)
     assert main(["monitor", "--interval", "0.05"]) == 130
     assert capsys.readouterr().err.count("\n") == 1

@@ -73,11 +73,6 @@ def torchrun(
         )
 
 
-def torchrun_module(module: str, *arguments: str, ranks: int = 2, **variables: str) -> Ended:
-    """Run a module on several ranks of one machine."""
-    return _ended([_torchrun(ranks, "-m", module, *arguments)], [variables])
-
-
 def plainly(script: str, *, ranks: int = 2, **variables: str) -> Ended:
     """Run Python code on several ranks without an agent, as ``srun`` and ``mpirun`` do."""
     with socket.socket() as free:

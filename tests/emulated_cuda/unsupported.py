@@ -6,6 +6,7 @@ import pytest
 
 CUPTI = "the profiler needs CUPTI, which needs a driver"
 NCCL = "NCCL is not emulated"
+NVML = "NVML is not emulated"
 TRITON = "code of Triton and NVRTC is for a GPU"
 CUDNN = "cuDNN does not run: torch's CPU kernels take its place"
 TF32 = "torch's CPU kernels do not round to TF32"
@@ -24,6 +25,7 @@ UNSUPPORTED = {
     "test_normalize.py::test_it_is_compiled_in_one_graph": TRITON,
     "test_profile.py::test_the_phases_are_the_step_and_the_operators_have_kernels": CUPTI,
     "test_profile.py::test_kernels_of_a_cuda_graph_count_as_work": CUPTI,
+    "test_training_loops.py::test_commands_about_the_machine[monitor --once]": NVML,
     "test_training_techniques.py::test_alone[compile=default]": TRITON,
 }
 """Reasons, by the beginning of a test's name."""

@@ -1,7 +1,6 @@
 """Fake system for the monitor."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -10,11 +9,23 @@ from tests.monitor.harness import System
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
-    return System(monkeypatch, tmp_path / "system")
+def system(monkeypatch: pytest.MonkeyPatch) -> System:
+    return System(monkeypatch)
 
 
 @pytest.fixture
 def install(system: System) -> Callable[..., FakeNvml]:
     """Return the function that installs a fake ``pynvml``."""
     return system.nvml
+
+
+@pytest.fixture
+def setenv(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return the function that sets environment variables. None leaves a variable as it is."""
+
+    def put(**variables: str | None) -> None:
+        for name, value in variables.items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return put

@@ -27,7 +27,8 @@ ERRORS = {  # code of nvml.h to nvidia-ml-py's class
 
 
 class NVMLError(Exception):
-    pass
+    def __str__(self) -> str:
+        return f"text of {type(self).__name__}"
 
 
 CLASSES = {name: type(f"NVMLError_{name}", (NVMLError,), {}) for name in ERRORS.values()}
@@ -44,13 +45,10 @@ class Board:
     power: int  # milliwatts
     power_limit: int | None
     sm_clock: tuple[int, int]
-    memory_clock: tuple[int, int]
     temperature: int
-    util: tuple[int, int]
+    util: int
     throttle: int
     gpm: dict[int, float] | None = None
-    pcie: tuple[int, int] = (1200, 300)  # KiB/s received, sent
-    mig: bool | None = None
     mig_devices: tuple[str, ...] = ()
 
 
@@ -62,12 +60,10 @@ H100 = Board(
     power=648_312,
     power_limit=700_000,
     sm_clock=(1755, 1980),
-    memory_clock=(2619, 2619),
     temperature=63,
-    util=(98, 54),
+    util=98,
     throttle=0x4,
-    gpm={2: 93.1, 3: 31.4, 5: 47.8, 10: 52.9, 20: 310.5, 21: 1210.25},
-    mig=False,
+    gpm={2: 93.1, 5: 47.8, 10: 52.9},
 )
 A100 = Board(
     name="NVIDIA A100-SXM4-40GB",
@@ -77,11 +73,9 @@ A100 = Board(
     power=312_401,
     power_limit=400_000,
     sm_clock=(1410, 1410),
-    memory_clock=(1215, 1215),
     temperature=55,
-    util=(91, 40),
+    util=91,
     throttle=0,
-    mig=False,
 )
 T4 = Board(
     name="Tesla T4",
@@ -91,12 +85,11 @@ T4 = Board(
     power=31_020,
     power_limit=None,
     sm_clock=(585, 1590),
-    memory_clock=(5000, 5001),
     temperature=81,
-    util=(0, 0),
+    util=0,
     throttle=0x21,
 )
-MIG = replace(H100, mig=True, mig_devices=("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",))
+MIG = replace(H100, mig_devices=("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",))
 
 
 @dataclass(frozen=True)
@@ -126,12 +119,11 @@ class FakeNvml:
     gpm_samples: set[int] = field(default_factory=set)
 
     NVML_SUCCESS = 0
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
-    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_SM_OCCUPANCY, NVML_GPM_METRIC_ANY_TENSOR_UTIL = 2, 3, 5
-    NVML_GPM_METRIC_DRAM_BW_UTIL, NVML_GPM_METRIC_PCIE_TX_PER_SEC, NVML_GPM_METRIC_PCIE_RX_PER_SEC = 10, 20, 21
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_ANY_TENSOR_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 2, 5, 10
     NVML_GPM_METRICS_GET_VERSION = 1
     nvmlMemory_v2 = 0x02000028
+    NVMLError_FunctionNotFound = CLASSES["FunctionNotFound"]
 
     def __getattribute__(self, name: str) -> Any:
         found = object.__getattribute__(self, name)
@@ -181,15 +173,10 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
         return handle.mig_uuid or handle.board.uuid
 
-    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]:
-        if handle.board.mig is None:
-            raise CLASSES["NotSupported"]
-        return [int(handle.board.mig)] * 2
-
     def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> SimpleNamespace:
         if handle.mig_uuid:
             raise CLASSES["NotSupported"]
-        return SimpleNamespace(gpu=handle.board.util[0], memory=handle.board.util[1])
+        return SimpleNamespace(gpu=handle.board.util)
 
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> SimpleNamespace:
         if version and not self.memory_v2:
@@ -206,10 +193,10 @@ class FakeNvml:
         return handle.board.power_limit
 
     def nvmlDeviceGetClockInfo(self, handle: Handle, clock: int) -> int:
-        return {1: handle.board.sm_clock, 2: handle.board.memory_clock}[clock][0]
+        return {1: handle.board.sm_clock}[clock][0]
 
     def nvmlDeviceGetMaxClockInfo(self, handle: Handle, clock: int) -> int:
-        return {1: handle.board.sm_clock, 2: handle.board.memory_clock}[clock][1]
+        return {1: handle.board.sm_clock}[clock][1]
 
     def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
         return handle.board.temperature
@@ -219,9 +206,6 @@ class FakeNvml:
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Handle) -> int:
         return handle.board.throttle
-
-    def nvmlDeviceGetPcieThroughput(self, handle: Handle, counter: int) -> int:
-        return handle.board.pcie[0 if counter == self.NVML_PCIE_UTIL_RX_BYTES else 1]
 
     def nvmlGpmQueryDeviceSupport(self, handle: Handle) -> SimpleNamespace:
         return SimpleNamespace(isSupportedDevice=int(handle.board.gpm is not None))

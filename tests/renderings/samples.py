@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ from flatout.cli.demo_jobs.loops import Outcome
 from flatout.cli.demo_jobs.result import DemoResult, JobResult
 from flatout.cli.diagnosis import Finding
 from flatout.cli.doctor import show
-from flatout.monitor.view import View
+from flatout.cli.monitor import table
 from flatout.report import Pace, Report, Row, Summary
 from flatout.report.model import RankPace
 from tests.monitor import monitor_sample
@@ -97,27 +96,22 @@ def demo_result() -> DemoResult:
 
 
 def monitors() -> dict[str, str]:
-    """Return the renderings of the monitor with two GPUs, without a GPU, and after its process ended."""
-    whole = [monitor_sample.whole()] * 3
-    views = {
-        "whole": View(whole),
-        "no GPU": View([monitor_sample.without_gpu()]),
-        "ended": View([monitor_sample.ended()]),
+    """Return the tables of two GPUs, of a GPU that cannot be reached, and without a GPU."""
+    whole = table(monitor_sample.whole())
+    return {
+        "whole, 80 columns": in_terminal(whole, 80),
+        "whole, 80 columns, ASCII": in_terminal(whole, 80, ascii_only=True),
+        "whole, 130 columns": in_terminal(whole, 130),
+        "lost, 100 columns": in_terminal(table(monitor_sample.lost()), 100),
+        "no GPU, 80 columns": in_terminal(table(monitor_sample.without_gpu()), 80),
     }
-    rendered = {}
-    for name, view in views.items():
-        rendered[f"{name}, 80 columns"] = in_terminal(view, 80)
-    rendered["whole, 60 columns, ASCII"] = in_terminal(views["whole"], 60, ascii_only=True)
-    rendered["whole, 130 columns"] = in_terminal(views["whole"], 130)
-    rendered["whole, in a low terminal"] = in_terminal(views["whole"], 100, force_terminal=True, height=20)
-    return {name: re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", text) for name, text in rendered.items()}
 
 
 FINDINGS = (
     Finding("install", "torch", "2.14.1, on a machine with an NVIDIA GPU", "broken", "install a build for CUDA"),
     Finding("install", "flatout", "0.1.0"),
-    Finding("CPU", "governor", "powersave", "slow", "sudo cpupower frequency-set -g performance"),
-    Finding("memory", "open files", "1,024", "note", "ulimit -n 524288: every tensor holds a descriptor"),
+    Finding("memory", "/dev/shm", "64.0 MiB free", "slow", "docker run --shm-size=8g"),
+    Finding("GPU", "cuda:0 peak", "not in the table", "note", "flatout.mfu.measured_peak_flops()"),
 )
 
 

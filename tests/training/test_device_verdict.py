@@ -7,7 +7,6 @@ import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
@@ -138,8 +137,8 @@ def test_the_verdict_of_a_run_names_the_techniques_that_are_left() -> None:
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> System:
-    return System(monkeypatch, tmp_path)
+def system(monkeypatch: pytest.MonkeyPatch) -> System:
+    return System(monkeypatch)
 
 
 def train(counter: MfuCounter, clock: Clock, *work: float | None) -> None:
@@ -195,16 +194,6 @@ def test_a_gpu_without_gpm_is_asked_once(system: System) -> None:
         train(counter, clock, 1.0, 1.0)
         assert counter.tensor_cores is None
     assert asked == []
-
-
-def test_dcgm_reports_earlier_gpus_on_request(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    system.nvml(boards=(A100,))
-    system.dcgm()
-    monkeypatch.setenv("FLATOUT_DCGM", "1")
-    with simulated_time(tick=0.0) as clock:
-        counter = MfuCounter(device="cpu", tensor_watch=TensorWatch(torch.device("cuda", 0)))
-        train(counter, clock, 1.0, 1.0)
-        assert counter.tensor_cores == TensorCores(0.5, None)
 
 
 @pytest.fixture

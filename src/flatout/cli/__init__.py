@@ -34,7 +34,7 @@ examples:
   flatout run train.py --epochs 3   any training script, unchanged and faster
   flatout advise train.py           what would help, and a diff of the script
   flatout profile train.py          where its time goes
-  flatout doctor                    what keeps this machine from running fast
+  flatout doctor                    what flatout lacks on this machine
   flatout COMMAND --help            options and examples of a command
 
 environment:

@@ -1,4 +1,4 @@
-"""Command ``flatout doctor``: one page of findings on the machine and the install."""
+"""Command ``flatout doctor``: environment of torch, and findings on what flatout requires."""
 
 from __future__ import annotations
 
@@ -6,46 +6,41 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch.utils import collect_env
 
 from flatout.cli.command import Command, CommandError
-from flatout.cli.diagnosis import Finding, Verdict, as_dicts, examine
+from flatout.cli.diagnosis import Finding, Verdict, examine
 from flatout.cli.files import files_of, write
 from flatout.cli.rank_checks import examine_ranks
 from flatout.core.formatting import first_line, visible
 from flatout.distributed import process_group
 
 DESCRIPTION = """\
-Looks at the machine and the install for what keeps training from running
-fast: GPU, driver, torch, cuDNN and its flags, TF32, cores and a container's
-share of them, memory, /dev/shm, limits, settings left on from debugging.
-Each with a verdict, and what to do. Changes nothing."""
+Shows what torch.utils.collect_env collects, and then what flatout requires of
+the machine: driver, CUDA kernels, each GPU and its data sheet, a compiler for
+torch.compile, /dev/shm. Each has a verdict and the fix. Changes nothing."""
 
 EPILOG = """\
 examples:
-  flatout doctor                       one page, with what to do
-  flatout doctor --json                the findings as JSON, instead of the page
-  flatout doctor --json findings.json  the page, and a file to keep
+  flatout doctor                       the environment, and the findings
+  flatout doctor --json                both as JSON, instead of the text
+  flatout doctor --json findings.json  the text, and a file to keep
   torchrun --nproc-per-node=gpu -m flatout doctor
-                                       all ranks, with their connection
+                                       the findings on all ranks
 
 The exit status is 1 if something is broken, else 0."""
 
-_LOOKS: dict[Verdict, tuple[str, str, str]] = {
-    # verdict: (mark, style, word after a count)
-    "broken": ("✗", "bold red", "broken"),
-    "slow": ("!", "bold yellow", "slow"),
-    "note": ("→", "cyan", "worth knowing"),
-    "good": ("✓", "green", "good"),
-}
 STDOUT = Path("-")
-_ASCII = str.maketrans({"✓": "+", "→": ">", "✗": "x"})
+_STYLES: dict[Verdict, str] = {"broken": "bold red", "slow": "bold yellow", "note": "cyan", "good": "green"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,20 +51,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. Under ``torchrun``, rank 0 prints for all ranks. Return 1 if something is broken, else 0."""
+    """Show environment and findings. Under ``torchrun``, rank 0 shows them. Return 1 if something is broken, else 0."""
     files = {} if args.json == STDOUT else files_of(args)
     findings = _findings()
     if process_group.is_launched() and os.environ["RANK"] != "0":
-        return _status(findings)
-    text = json.dumps(as_dicts(findings), indent=2)
+        return 0  # a status of 1 would make torchrun end rank 0
+    environment, text = _environment()
+    record = {"environment": environment, "findings": [asdict(finding) for finding in findings]}
+    record_text = json.dumps(record, indent=2)
     if args.json == STDOUT:
-        print(text)
+        print(record_text)
     else:
         console = Console(highlight=False)
+        console.print(Text(visible(text)), soft_wrap=True)
+        console.print()
         show(findings, console)
-        writers = {"json": lambda path: path.write_text(f"{text}\n", encoding="utf-8")}
+        writers = {"json": lambda path: path.write_text(f"{record_text}\n", encoding="utf-8")}
         write(files, writers, lambda line: console.print(line, markup=False, soft_wrap=True))
-    return _status(findings)
+    return int(any(finding.verdict == "broken" for finding in findings))
+
+
+def _environment() -> tuple[dict[str, Any], str]:
+    """Return the environment that torch collects for a bug report, as fields and as text."""
+    try:
+        found = collect_env.get_env_info()
+        return found._asdict(), collect_env.pretty_str(found)
+    except Exception as error:  # programs such as pip may answer in an unforeseen form
+        return {}, f"torch.utils.collect_env fails: {first_line(error)}"
 
 
 def _findings() -> tuple[Finding, ...]:
@@ -80,44 +88,32 @@ def _findings() -> tuple[Finding, ...]:
     except (RuntimeError, ConnectionError) as error:
         raise CommandError(
             f"all {os.environ['WORLD_SIZE']} ranks must reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, "
-            f"got in rank {os.environ['RANK']}: {first_line(error)}"
+            f"got in rank {os.environ['RANK']}: {first_line(error)}. If the hosts have several networks, set "
+            "GLOO_SOCKET_IFNAME to the interface that connects them"
         ) from error
 
 
-def _status(findings: Iterable[Finding]) -> int:
-    return int(any(finding.verdict == "broken" for finding in findings))
-
-
-def show(findings: Iterable[Finding], console: Console) -> None:
-    """Print the findings as a page on ``console``."""
-    findings = tuple(findings)
-    plain = console.options.ascii_only
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Print the findings as a table on ``console``."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, expand=False)
-    for heading in ("", "topic", "what", "found"):
+    for heading in ("verdict", "topic", "what", "found"):
         table.add_column(heading, no_wrap=heading != "found", overflow="fold")
-    topic = ""
     for finding in findings:
-        mark, style, _ = _LOOKS[finding.verdict]
+        style = _STYLES[finding.verdict]
         found = Text(visible(finding.found))
         if finding.fix:
-            found.append(f"\n{'>' if plain else '→'} {visible(finding.fix)}", style=style)
-        table.add_row(
-            Text(mark.translate(_ASCII) if plain else mark, style=style),
-            Text("" if finding.topic == topic else finding.topic, style="bold"),
-            Text(finding.name),
-            found,
-        )
-        topic = finding.topic
+            found.append(f"\nfix: {visible(finding.fix)}", style=style)
+        table.add_row(Text(finding.verdict, style=style), finding.topic, Text(finding.name), found)
     console.print(table)
     console.print()
     counts = Counter(finding.verdict for finding in findings)
-    looks = ((counts[verdict], style, word) for verdict, (_, style, word) in _LOOKS.items())
-    console.print(Text(", ").join(Text(f"{count} {word}", style=style) for count, style, word in looks if count))
+    shown = (Text(f"{counts[verdict]} {verdict}", style) for verdict, style in _STYLES.items() if counts[verdict])
+    console.print(Text(", ").join(shown))
 
 
 COMMAND = Command(
     name="doctor",
-    help="what keeps training on this machine from running fast",
+    help="show the environment, and what flatout lacks on this machine",
     description=DESCRIPTION,
     epilog=EPILOG,
     add_arguments=add_arguments,

@@ -88,32 +88,9 @@ def wanted_core_seconds() -> float:
     return sum(map(int, ran_and_waited)) / 1e9 if ran_and_waited else time.thread_time()
 
 
-def used_seconds(group: Path) -> float:
-    """Return the CPU seconds that a control group of ``control_groups("cpu")`` has used.
-
-    Raises:
-        OSError: the system does not report them.
-    """
-    if micro := field_of(group / "cpu.stat", "usage_usec"):
-        return micro / 1e6
-    # Version 1 may keep the accounts in a separate tree of the same shape.
-    accounts = dict(zip(control_groups("cpu"), control_groups("cpuacct"), strict=False))
-    for folder in (group, accounts.get(group, group)):
-        nano = text_of(folder / "cpuacct.usage")
-        if nano.isdigit():
-            return int(nano) / 1e9
-    raise OSError("the container does not tell its CPU time")
-
-
 def available_memory() -> int:
     """Return the bytes that a process can still allocate without swapping, within the container's limit."""
     return min([_meminfo_available(), *(limit - used for limit, used in _memory_limits())])
-
-
-def total_memory() -> int:
-    """Return the bytes of the machine's memory, or the container's limit if that is smaller."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *(limit for limit, _ in _memory_limits())])
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
@@ -133,12 +110,6 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 def _meminfo_available() -> int:
     kibibytes = field_of(_PROC / "meminfo", "MemAvailable:")  # written as "kB"
     return kibibytes * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def swap() -> tuple[int, int]:
-    """Return the used and the total bytes of the machine's swap."""
-    total, free = (1024 * field_of(_PROC / "meminfo", name) for name in ("SwapTotal:", "SwapFree:"))
-    return total - free, total
 
 
 def private_memory(pid: int) -> int:

@@ -54,7 +54,7 @@ class TensorCores:
     """Activity of a GPU's tensor cores, beside the counted FLOPs of the same time.
 
     Attributes:
-        active: share of the time in which the tensor cores worked, 0..1, as NVML's GPM or DCGM measures it.
+        active: share of the time in which the tensor cores worked, 0..1, as NVML's GPM measures it.
         needed: share of the time that the counted FLOPs take at the peak, recomputation included. None if unknown.
     """
 

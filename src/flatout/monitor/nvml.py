@@ -1,24 +1,21 @@
-"""Samples of GPUs from NVML. A query that fails leaves its field None and records the reason."""
+"""GPUs by NVML. A query that fails leaves its field None and records the reason."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flatout.monitor.dcgm import NOT_ASKED, Dcgm
-from flatout.monitor.reasons import reason
+from flatout.core.formatting import first_line
 from flatout.monitor.sample import GpuSample
-from flatout.monitor.visible import UNKNOWN_ORDER, Wanted, visible_devices
 
 NOT_INSTALLED = "nvidia-ml-py is not installed: pip install 'flatout[monitor]'"
+UNKNOWN_ORDER = "the GPUs differ and CUDA numbers the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
 FIRST_SAMPLE = "from the second sample on"
 BEFORE_HOPPER = "needs Hopper or later"
-WHOLE_MIG = "NVML does not tell it of this GPU; where MIG is on, name a MIG device in CUDA_VISIBLE_DEVICES"
-_MIB = 2**20
 
 _THROTTLE = {  # bits of the clock event reasons, as nvml.h numbers them
     0x001: "idle",
@@ -32,228 +29,146 @@ _THROTTLE = {  # bits of the clock event reasons, as nvml.h numbers them
     0x100: "display clocks",
 }
 
+_QUERIES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    # field: query of (nvml, device, GPU), where the device is a MIG device of the GPU, or the GPU
+    "name": lambda nvml, device, gpu: nvml.nvmlDeviceGetName(device),
+    "uuid": lambda nvml, device, gpu: nvml.nvmlDeviceGetUUID(device),
+    "util_percent": lambda nvml, device, gpu: float(nvml.nvmlDeviceGetUtilizationRates(device).gpu),
+    "memory_used_bytes": lambda nvml, device, gpu: int(_memory(nvml, device).used),
+    "memory_total_bytes": lambda nvml, device, gpu: int(_memory(nvml, device).total),
+    "power_watts": lambda nvml, device, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "power_limit_watts": lambda nvml, device, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "sm_clock_mhz": lambda nvml, device, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "sm_clock_max_mhz": lambda nvml, device, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "temperature_celsius": lambda nvml, device, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "throttle": lambda nvml, device, gpu: _throttle(nvml, gpu),
+}
+
 
 class Gpus:
-    """GPUs of a watched process. NVML is opened again after a shutdown or a fork."""
+    """GPUs that this process may use. NVML is opened again after a shutdown or a fork."""
 
-    def __init__(self, interval: float, *, dcgm: bool = False) -> None:
-        self._dcgm = Dcgm(interval) if dcgm else None
+    def __init__(self) -> None:
         self._nvml: Any = None
         self._pid: int | None = None  # process in which NVML is open
-        self._gpm: dict[Wanted, _Gpm] = {}
+        self._gpm: dict[int | str, Any] = {}  # last GPM sample of each device
 
-    def sample(self, environment: Mapping[str, str]) -> tuple[tuple[GpuSample, ...], str | None]:
+    def sample(self) -> tuple[tuple[GpuSample, ...], str | None]:
         """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows, or the reason for none. Never raise."""
         try:
             nvml = self._open()
         except ImportError:
             return (), NOT_INSTALLED
         except Exception as error:  # NVMLError, or any error of a broken installation
-            return (), f"NVML cannot be used: {reason(error)}"
+            return (), f"NVML cannot be used: {first_line(error)}"
         try:
             count = nvml.nvmlDeviceGetCount()
         except Exception as error:
-            self._shut_down()
-            return (), f"NVML cannot count the GPUs: {reason(error)}"
+            self.close()
+            return (), f"NVML cannot count the GPUs: {first_line(error)}"
         if not count:
             return (), "NVML finds no GPU"
-        identities = [self._identity(index) for index in range(count)]
-        wanted = visible_devices(environment, [uuid for uuid, _ in identities], [name for _, name in identities])
-        if not wanted:
-            return (), f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', '')!r} leaves no GPU"
-        return tuple(map(self._gpu, wanted)), None
+        handles = [_attempt(nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
+        uuids = [_attempt(nvml.nvmlDeviceGetUUID, handle) for handle in handles]
+        devices = visible_devices(os.environ, uuids, [_attempt(nvml.nvmlDeviceGetName, handle) for handle in handles])
+        if not devices:
+            return (), f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r} leaves no GPU"
+        return tuple(self._gpu(name, cuda_index) for name, cuda_index in devices.items()), None
 
     def close(self) -> None:
-        """Release NVML and DCGM."""
-        if self._dcgm is not None:
-            self._dcgm.close()
-        self._shut_down()
-
-    def _shut_down(self) -> None:
+        """Release NVML."""
         if self._pid == os.getpid():  # after a fork, only the parent releases NVML
-            for gpm in self._gpm.values():
-                gpm.close()
+            for sample in self._gpm.values():
+                _attempt(self._nvml.nvmlGpmSampleFree, sample)
             _attempt(self._nvml.nvmlShutdown)
         self._gpm.clear()
         self._pid = None
 
     def _open(self) -> Any:
         if self._pid != os.getpid():
-            self._gpm.clear()  # GPM samples of a closed session
+            self._gpm.clear()  # samples of a closed session
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._pid = os.getpid()
         return self._nvml
 
-    def _identity(self, index: int) -> tuple[str | None, str | None]:
+    def _gpu(self, name: int | str, cuda_index: int | None) -> GpuSample:
         nvml = self._nvml
-        handle = _attempt(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
-        if handle is None:
-            return None, None
-        return _attempt(lambda: nvml.nvmlDeviceGetUUID(handle)), _attempt(lambda: nvml.nvmlDeviceGetName(handle))
-
-    def _gpu(self, wanted: Wanted) -> GpuSample:
-        nvml = self._nvml
-        missing: dict[str, str] = {}
-        if wanted.cuda_index is None:
-            missing["cuda_index"] = UNKNOWN_ORDER
-
-        def read(field: str, query: Callable[[], Any]) -> Any:
-            try:
-                return query()
-            except Exception as error:  # NVMLError, or an old nvidia-ml-py without the function
-                missing[field] = reason(error)
-                if type(error).__name__ == "NVMLError_Uninitialized":
-                    self._pid = None
-                return None
-
-        index, mig_uuid = wanted.index, wanted.mig_uuid
-        if mig_uuid is None:
-            part = gpu = read("handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
-        else:
-            part = read("handle", lambda: nvml.nvmlDeviceGetHandleByUUID(mig_uuid))
-            gpu = part and read("handle", lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
-            index = gpu and read("index", lambda: nvml.nvmlDeviceGetIndex(gpu))
-        number = -1 if index is None else index
-        if gpu is None:
-            return GpuSample(number, wanted.cuda_index, uuid=mig_uuid, gpm="the GPU cannot be reached", missing=missing)
-
-        util = read("util_percent", lambda: nvml.nvmlDeviceGetUtilizationRates(part))
-        if util is None:
-            missing["memory_util_percent"] = missing["util_percent"]
-        memory = read("memory_used_bytes", lambda: _memory(nvml, part))
-        if memory is None:
-            missing["memory_total_bytes"] = missing["memory_used_bytes"]
-        profiled, source = self._profile(wanted, part, gpu)
-        rates = {}
-        for way, counter in (("rx", nvml.NVML_PCIE_UTIL_RX_BYTES), ("tx", nvml.NVML_PCIE_UTIL_TX_BYTES)):
-            name = f"pcie_{way}_bytes_per_second"  # NVML's own counter blocks for 20 ms, unlike GPM's
-            rates[name] = profiled.pop(name, None)
-            if rates[name] is None:
-                rates[name] = read(name, partial(_bytes_per_second, nvml, gpu, counter))
-        return GpuSample(
-            index=number,
-            cuda_index=wanted.cuda_index,
-            name=read("name", lambda: nvml.nvmlDeviceGetName(part)),
-            uuid=read("uuid", lambda: nvml.nvmlDeviceGetUUID(part)),
-            mig=read("mig", lambda: bool(nvml.nvmlDeviceGetMigMode(gpu)[0])),
-            util_percent=util and float(util.gpu),
-            memory_util_percent=util and float(util.memory),
-            memory_used_bytes=memory and int(memory.used),
-            memory_total_bytes=memory and int(memory.total),
-            power_watts=read("power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            power_limit_watts=read("power_limit_watts", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
-            sm_clock_mhz=read("sm_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-            sm_clock_max_mhz=read("sm_clock_max_mhz", lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-            memory_clock_mhz=read("memory_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
-            memory_clock_max_mhz=read(
-                "memory_clock_max_mhz", lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM)
-            ),
-            temperature_celsius=read(
-                "temperature_celsius", lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-            ),
-            throttle=read("throttle", lambda: throttle_words(_throttle_bits(nvml, gpu))),
-            **rates,
-            **profiled,
-            gpm=source,
-            missing=missing,
-        )
-
-    def _profile(self, wanted: Wanted, part: Any, gpu: Any) -> tuple[dict[str, float], str]:
-        """Return the metrics of GPM or DCGM, with their source or the reason for none."""
-        nvml = self._nvml
+        missing = {} if cuda_index is not None else {"cuda_index": UNKNOWN_ORDER}
         try:
-            gpm = self._gpm.get(wanted)
-            if gpm is None:
-                if not nvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
-                    return self._ask_dcgm(part, BEFORE_HOPPER)
-                instance = nvml.nvmlDeviceGetGpuInstanceId(part) if wanted.mig_uuid else None
-                gpm = self._gpm[wanted] = _Gpm(nvml, gpu, instance)
-            found = gpm.values()
+            if isinstance(name, int):
+                index, device = name, nvml.nvmlDeviceGetHandleByIndex(name)
+                gpu = device
+            else:
+                device = nvml.nvmlDeviceGetHandleByUUID(name)
+                gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+                index = nvml.nvmlDeviceGetIndex(gpu)
         except Exception as error:
-            if type(error).__name__ in ("NVMLError_NotSupported", "NVMLError_FunctionNotFound"):
-                return self._ask_dcgm(part, WHOLE_MIG if wanted in self._gpm else BEFORE_HOPPER)
-            return {}, f"NVML's GPM failed: {reason(error)}"
-        return (found, "NVML GPM") if found else ({}, FIRST_SAMPLE)
-
-    def _ask_dcgm(self, part: Any, why: str) -> tuple[dict[str, float], str]:
-        """Return DCGM's metrics, or the reasons why GPM and DCGM have none."""
-        if self._dcgm is None:
-            return {}, f"{why}; {NOT_ASKED}"
-        found, said = self._dcgm.values(_attempt(lambda: self._nvml.nvmlDeviceGetUUID(part)))
-        return (found, said) if found else ({}, f"{why}; {said}")
-
-
-class _Gpm:
-    """GPM's metrics of one GPU, averaged since the previous sample."""
-
-    def __init__(self, nvml: Any, gpu: Any, gpu_instance: int | None) -> None:
-        self._nvml, self._gpu, self._gpu_instance = nvml, gpu, gpu_instance
-        self._fields = {
-            nvml.NVML_GPM_METRIC_SM_UTIL: ("sm_active_percent", 1),
-            nvml.NVML_GPM_METRIC_SM_OCCUPANCY: ("sm_occupancy_percent", 1),
-            nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: ("tensor_active_percent", 1),
-            nvml.NVML_GPM_METRIC_DRAM_BW_UTIL: ("dram_active_percent", 1),
-            nvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: ("pcie_rx_bytes_per_second", _MIB),
-            nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: ("pcie_tx_bytes_per_second", _MIB),
-        }
-        self._request = nvml.c_nvmlGpmMetricsGet_t()
-        self._request.version = nvml.NVML_GPM_METRICS_GET_VERSION
-        self._request.numMetrics = len(self._fields)
-        for slot, metric in enumerate(self._fields):
-            self._request.metrics[slot].metricId = metric
-        self._before = self._now = None
-        self._primed = False
-        self._before = nvml.nvmlGpmSampleAlloc()
+            index, uuid = (name, None) if isinstance(name, int) else (-1, name)
+            missing["handle"] = first_line(error)
+            return GpuSample(index, cuda_index, uuid=uuid, gpm="the GPU cannot be reached", missing=missing)
+        values: dict[str, Any] = {}
+        for field, query in _QUERIES.items():
+            try:
+                values[field] = query(nvml, device, gpu)
+            except Exception as error:  # NVMLError, or an old nvidia-ml-py without the function
+                missing[field] = first_line(error)
         try:
-            self._now = nvml.nvmlGpmSampleAlloc()
-        except Exception:
-            self.close()
-            raise
+            activity, source = self._activity(name, device, gpu)
+        except Exception as error:
+            activity, source = {}, f"NVML's GPM fails: {first_line(error)}"
+        return GpuSample(index, cuda_index, **values, **activity, gpm=source, missing=missing)
 
-    def values(self) -> dict[str, float]:
-        """Return the metrics since the last call. The first call has none. Metrics that the GPU lacks are absent."""
+    def _activity(self, name: int | str, device: Any, gpu: Any) -> tuple[dict[str, Any], str]:
+        """Return GPM's metrics, averaged since the last sample, and their source or the reason for none."""
         nvml = self._nvml
-        if self._gpu_instance is None:
-            nvml.nvmlGpmSampleGet(self._gpu, self._now)
-        else:
-            nvml.nvmlGpmMigSampleGet(self._gpu, self._gpu_instance, self._now)
-        self._before, self._now = self._now, self._before
-        if not self._primed:
-            self._primed = True
-            return {}
-        self._request.sample1, self._request.sample2 = self._now, self._before  # the older sample first
-        nvml.nvmlGpmMetricsGet(self._request)
-        found = {}
-        for slot, (field, scale) in enumerate(self._fields.values()):
-            metric = self._request.metrics[slot]
-            if metric.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(metric.value):
-                found[field] = metric.value * scale
-        return found
-
-    def close(self) -> None:
-        """Free the two samples."""
-        for sample in (self._before, self._now):
-            if sample is not None:
-                _attempt(partial(self._nvml.nvmlGpmSampleFree, sample))
-
-
-def throttle_words(bits: int) -> tuple[str, ...]:
-    """Return clock event reasons in words. An unknown bit keeps its number."""
-    return tuple(_THROTTLE.get(1 << place, f"reason {1 << place:#x}") for place in range(64) if bits >> place & 1)
-
-
-def _throttle_bits(nvml: Any, gpu: Any) -> int:
-    try:
-        return nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-    except Exception as error:  # a driver before 535, or an nvidia-ml-py of that age
-        if type(error).__name__ not in ("NVMLError_FunctionNotFound", "AttributeError"):
+        if not nvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
+            return {}, BEFORE_HOPPER
+        now = nvml.nvmlGpmSampleAlloc()
+        before, self._gpm[name] = self._gpm.get(name), now
+        try:
+            if isinstance(name, int):
+                nvml.nvmlGpmSampleGet(gpu, now)
+            else:
+                nvml.nvmlGpmMigSampleGet(gpu, nvml.nvmlDeviceGetGpuInstanceId(device), now)
+            return ({}, FIRST_SAMPLE) if before is None else (_metrics(nvml, before, now), "NVML GPM")
+        except Exception:
+            _attempt(nvml.nvmlGpmSampleFree, self._gpm.pop(name))
             raise
-        return nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        finally:
+            if before is not None:
+                _attempt(nvml.nvmlGpmSampleFree, before)
 
 
-def _bytes_per_second(nvml: Any, gpu: Any, counter: int) -> float:
-    return 1024.0 * nvml.nvmlDeviceGetPcieThroughput(gpu, counter)  # KiB/s
+def _metrics(nvml: Any, before: Any, now: Any) -> dict[str, Any]:
+    """Return GPM's metrics between two samples. Metrics that the GPU lacks are absent."""
+    fields = {
+        nvml.NVML_GPM_METRIC_SM_UTIL: "sm_active_percent",
+        nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: "tensor_active_percent",
+        nvml.NVML_GPM_METRIC_DRAM_BW_UTIL: "dram_active_percent",
+    }
+    request = nvml.c_nvmlGpmMetricsGet_t()
+    request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = len(fields)
+    request.sample1, request.sample2 = before, now
+    for slot, number in enumerate(fields):
+        request.metrics[slot].metricId = number
+    nvml.nvmlGpmMetricsGet(request)
+    found = {field: request.metrics[slot] for slot, field in enumerate(fields.values())}
+    return {
+        field: metric.value
+        for field, metric in found.items()
+        if metric.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(metric.value)
+    }
+
+
+def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
+    """Return the clock event reasons in words. An unknown bit keeps its number."""
+    try:
+        bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+    except nvml.NVMLError_FunctionNotFound:  # a driver before 535
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+    return tuple(_THROTTLE.get(1 << place, f"reason {1 << place:#x}") for place in range(64) if bits >> place & 1)
 
 
 def _memory(nvml: Any, device: Any) -> Any:
@@ -264,8 +179,55 @@ def _memory(nvml: Any, device: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(device)
 
 
-def _attempt(query: Callable[[], Any]) -> Any:
+def _attempt(query: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of an NVML function, or None if the function fails."""
     try:
-        return query()
+        return query(*arguments)
     except Exception:
         return None
+
+
+def visible_devices(
+    environment: Mapping[str, str], uuids: Sequence[str | None], names: Sequence[str | None]
+) -> dict[int | str, int | None]:
+    """Return the devices of ``CUDA_VISIBLE_DEVICES``, as CUDA does, up to the first entry that names no GPU.
+
+    NVML numbers the GPUs by PCI bus. CUDA numbers the fastest GPU first, unless ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. On a
+    machine with different GPUs, CUDA's numbers are therefore unknown. If the variable is not set or begins with such a
+    number, the result is all GPUs, without numbers of torch.
+
+    Args:
+        environment: environment variables of the process.
+        uuids: UUIDs of NVML's GPUs, in order; None for a UUID that could not be read.
+        names: names of NVML's GPUs, in order; None for a name that could not be read.
+
+    Returns:
+        NVML's number of each GPU, or the UUID of each MIG device, to torch's number, which is None if unknown.
+    """
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    is_ordered = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({*names} - {None}) <= 1
+    entries = [entry.strip() for entry in (listed or "").split(",")]
+    if listed is None or (not is_ordered and _is_number(entries[0])):
+        return {index: index if is_ordered else None for index in range(len(uuids))}
+    found: dict[int | str, int | None] = {}
+    for entry in entries:
+        device = _device(entry, uuids)
+        if device is None:
+            break
+        if device in found:
+            return {}  # CUDA shows no GPU if one GPU is named twice
+        found[device] = len(found)
+    return found
+
+
+def _device(entry: str, uuids: Sequence[str | None]) -> int | str | None:
+    if entry.startswith("MIG-"):
+        return entry
+    if _is_number(entry):
+        return int(entry) if int(entry) < len(uuids) else None
+    matches = [index for index, uuid in enumerate(uuids) if entry.startswith("GPU-") and (uuid or "").startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _is_number(entry: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", entry) is not None

@@ -39,7 +39,7 @@ torch.ops.load_library(str(_operators()))
 
 # These imports follow that of torch, whose libraries must be loaded first. The fakes need the operators.
 from flatout.native import _host, fakes  # noqa: E402, F401
-from flatout.native.driver import OldDriver, old_driver, warn_of_old_driver  # noqa: E402
+from flatout.native.driver import OldDriver, built_for_cuda, old_driver, warn_of_old_driver  # noqa: E402
 
 BUILT_WITH_CUDA: bool = _host.built_with_cuda
 """True if this build has CUDA kernels."""
@@ -88,4 +88,4 @@ def has_cuda_runtime() -> bool:
     return is_usable
 
 
-__all__ = ["BUILT_WITH_CUDA", "OldDriver", "has_cuda_kernels", "has_cuda_runtime", "old_driver"]
+__all__ = ["BUILT_WITH_CUDA", "OldDriver", "built_for_cuda", "has_cuda_kernels", "has_cuda_runtime", "old_driver"]

@@ -24,6 +24,11 @@ class OldDriver:
     fix: str
 
 
+def built_for_cuda() -> str:
+    """Return the CUDA version that flatout was built with, such as ``"13.0"``."""
+    return _text(_host.cuda_versions()[1])
+
+
 def old_driver() -> OldDriver | None:
     """Return the driver if it is too old for flatout's CUDA kernels; None if it is new enough or not installed."""
     driver, runtime = _host.cuda_versions()

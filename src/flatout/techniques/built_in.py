@@ -81,7 +81,7 @@ BUILT_IN = (
         "monitoring",
         "live monitoring",
         "run.stats counts steps, phases and MFU without waiting for the device; run.verdict sets MFU beside NVML's "
-        "utilization; `flatout monitor` shows GPUs, host and workers live",
+        "utilization; `flatout monitor` shows the GPUs live",
         """Counts steps, samples, waits and the share of the peak that the model makes use of (MFU) as training runs.
 
         When it helps: utilization says that some kernel ran, not that the GPU did much. A loop that waits for its

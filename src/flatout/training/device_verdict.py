@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +49,7 @@ def judged(
     counts = job.work.counts
     family = family_of(counts[0].by_op) if counts else DENSE
     peak = peak_of(job.spec, job.work)
-    with closing(Gpus(interval=1.0)) as gpus:
+    with closing(Gpus()) as gpus:
         gpu = _sample(gpus, job.spec.device)
     if gpu is not None:
         where |= {
@@ -71,8 +70,7 @@ def with_remedies(verdict: Verdict, rows: Iterable[Row]) -> Verdict:
 class TensorWatch:
     """Function of a counter that returns the activity of a GPU's tensor cores since its last call.
 
-    NVML's GPM reports the activity since Hopper. With ``FLATOUT_DCGM=1``, DCGM reports it for earlier GPUs. Profilers
-    that use CUPTI then fail (:mod:`flatout.monitor.dcgm`).
+    NVML's GPM reports the activity on Hopper and later.
 
     The result is that of the last time that was long enough, and that steps filled. None means that the GPU does not
     report the activity, or that there was no such time.
@@ -80,7 +78,7 @@ class TensorWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._gpus: Gpus | None = Gpus(interval=1.0, dcgm=os.environ.get("FLATOUT_DCGM") == "1")
+        self._gpus: Gpus | None = Gpus()
         weakref.finalize(self, self._gpus.close)
         self._found: TensorCores | None = None
         self._active()
@@ -116,5 +114,5 @@ def _sample(gpus: Gpus, device: torch.device) -> GpuSample | None:
     """Return an NVML sample of a device, or None if it is no GPU or NVML does not identify the GPU."""
     if device.type != "cuda":
         return None
-    samples, _ = gpus.sample(os.environ)
+    samples, _ = gpus.sample()
     return next((gpu for gpu in samples if gpu.cuda_index == device.index), None)
