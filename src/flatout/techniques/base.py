@@ -156,9 +156,11 @@ class Measured(Technique):
 
     Attributes:
         values: values of ``techniques={name: value}``, for error messages.
+        on_request: reason for the row why the technique is used only if it is forced; empty for other techniques.
     """
 
     values: ClassVar[str] = "True"
+    on_request: ClassVar[str] = ""
 
     @abstractmethod
     def most_saved(self, job: Job, pace: Pace) -> float:
