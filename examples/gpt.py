@@ -1,22 +1,27 @@
-"""Byte-level GPT in a loop of your own (the two-value form), on the text of ``flatout demo --job gpt``.
+"""Byte-level GPT in a loop of your own (the two-value form). ``flatout demo --job gpt`` runs this script.
 
-    python examples/gpt.py
-    python examples/gpt.py --epochs 1 --steps 50 --batch-size 16
+    python examples/gpt.py --epochs 1
+    python examples/gpt.py --plain    # the same training without flatout
 
 Needs no package besides torch.
 """
 
 import argparse
 import math
-from itertools import islice
-from pydoc_data.topics import topics  # CPython's language reference, 460 KB of English
+import time
+from pydoc_data.topics import topics
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
-import flatout
+TEXT = "\n\n".join(topics[name] for name in sorted(topics)).encode()  # CPython's language reference, 460 KB of English
+
+
+def windows(text, context):  # pairs: bytes, and the byte after each of them
+    ids = torch.tensor(list(text)).unfold(0, context + 1, context)
+    return [(window[:-1], window[1:]) for window in ids]
 
 
 class Block(nn.Module):
@@ -48,33 +53,36 @@ class GPT(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="steps of an epoch (default: all)")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--expected-steps", type=int, default=50_000, help="flatout decides for a training this long")
+    parser.add_argument("--plain", action="store_true", help="train without flatout")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    layers, heads, width, context = (8, 8, 512, 256) if torch.cuda.is_available() else (2, 4, 64, 64)
-    ids = torch.tensor(list("\n\n".join(topics.values()).encode())).unfold(0, context + 1, context)
-    samples = [(window[:-1], window[1:]) for window in ids]  # bytes, and the byte after each of them
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers, heads, width, context = (8, 8, 512, 256) if device == "cuda" else (2, 4, 64, 64)
+    samples = windows(TEXT, context)
     cut = len(samples) * 9 // 10
-    loader = DataLoader(samples[:cut], batch_size=args.batch_size, shuffle=True)
-    model = GPT(layers, heads, width, context)
+    loader, held_out = DataLoader(samples[:cut], batch_size=32, shuffle=True), DataLoader(samples[cut:], batch_size=256)
+    model = GPT(layers, heads, width, context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    model, loader = flatout.optimize(model, loader, optimizer, expected_steps=args.expected_steps)
+    if not args.plain:
+        import flatout  # not above, because --plain measures PyTorch alone
+
+        model, loader = flatout.optimize(model, loader, optimizer, expected_steps=args.epochs * len(loader))
+
+    started = time.perf_counter()
     for epoch in range(1, args.epochs + 1):
-        for inputs, targets in islice(loader, args.steps):  # already on the device
+        for inputs, targets in loader:
             optimizer.zero_grad()
-            loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss = cross_entropy(model(inputs.to(device)).flatten(0, 1), targets.to(device).flatten())
             loss.backward()
             optimizer.step()
-        print(f"epoch {epoch}: last loss {loss.item():.4f}")
-
-    print(flatout.report_of(model))
+        print(f"epoch {epoch}: last loss {loss.item():.4f}", flush=True)  # waits for the device
+    print(f"trained in {time.perf_counter() - started:.2f} s")
+    if not args.plain:
+        print(flatout.report_of(model))
     with torch.inference_mode():
-        batches = [[x.to(loss.device) for x in batch] for batch in DataLoader(samples[cut:], batch_size=256)]
-        losses = [cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) for inputs, targets in batches]
+        losses = [cross_entropy(model(x.to(device)).flatten(0, 1), y.to(device).flatten()) for x, y in held_out]
     print(f"held-out loss {torch.stack(losses).mean() / math.log(2):.3f} bits per byte")
 
 

@@ -66,7 +66,6 @@ PATTERNS: dict[str, str] = {
     "in-16-bits": "multiplies in b?float16",
     "is-a-rule": "is a rule",
     "iterable-dataset": "IterableDataset",
-    "keeps-python-state": "the forward keeps something in Python",
     "keeps-recompiling": r"it was compiled \d+ times more since its trial",
     "kernel-falls-back": "the kernel does not support this model's attention",
     "large-batch-warning": "Keskar",

@@ -58,6 +58,8 @@ def sound_files() -> dict[str, bytes]:
     info = "flatout-0.1.0.dist-info"
     return {
         "flatout/__init__.py": b"",
+        "flatout/examples/digits.py": b"",
+        "flatout/examples/gpt.py": b"",
         "flatout/py.typed": b"",
         "flatout/native/_C.so": library(("libtorch_cpu.so", "libc.so.6"), nv_fatbin=GPU_CODE),
         "flatout/native/_host.cpython-311-x86_64-linux-gnu.so": library(),
@@ -130,6 +132,7 @@ OPERATORS = "flatout/native/_C.so"
         replaced(OPERATORS, library(nv_fatbin=fatbin((2, 90, b""), (2, 120, b"")))),
         replaced("flatout-0.1.0.dist-info/WHEEL", b"Tag: cp311-cp311-linux_x86_64\n"),
         lambda files: files.pop("flatout/py.typed"),
+        lambda files: files.pop("flatout/examples/gpt.py"),
         lambda files: files.pop(OPERATORS),
     ],
 )

@@ -78,7 +78,7 @@ def has_receipt(output: str) -> bool:
 @pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     needs("sklearn")
-    output = ran(tmp_path, "digits.py", "--epochs", "3", "--batch-size", "32")
+    output = ran(tmp_path, "digits.py", "--epochs", "3")
     losses = output.figures(r"epoch \d: loss")
     assert len(losses) == 3
     assert losses[-1] < 0.5 * losses[0]
@@ -88,10 +88,10 @@ def test_digits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt(tmp_path: Path) -> None:
-    output = ran(tmp_path, "gpt.py", "--epochs", "2", "--steps", "40", "--batch-size", "16")
+    output = ran(tmp_path, "gpt.py", "--epochs", "2")
     first, second = output.figures(r"epoch \d: last loss")
     assert second < first
-    assert output.figure("held-out loss") < 5  # bits per byte, 8 for a model that has learned nothing
+    assert output.figure("held-out loss") < 4  # bits per byte, 8 for a model that has learned nothing
     assert has_receipt(output)
 
 

@@ -38,7 +38,14 @@ FILES_OF_A_WHEEL = re.compile(
     r"|flatout-[\d.]+\.dist-info/sboms/[\w.-]+"
 )
 TEST_FILES = re.compile(r"(^|/)(tests?/|test_[^/]*\.py|conftest\.py)")
-NEEDED_FILES = ("flatout/__init__.py", "flatout/py.typed", "flatout/native/_C.so", "flatout/native/_host.pyi")
+NEEDED_FILES = (
+    "flatout/__init__.py",
+    "flatout/examples/digits.py",
+    "flatout/examples/gpt.py",
+    "flatout/py.typed",
+    "flatout/native/_C.so",
+    "flatout/native/_host.pyi",
+)
 LIBRARIES = {"libtorch_cpu.so", "libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6", "libpthread.so.0"} | {
     "libdl.so.2",
     "librt.so.1",
@@ -51,7 +58,7 @@ BUILD_PATH = re.compile(rb"/[\w./+-]*/(csrc|torch/include)/[\w./-]+")
 """Absolute path of a source file of flatout or of a header of torch."""
 
 BUILD_FILES = ("pyproject.toml", "CMakeLists.txt", "LICENSE", "README.md", "tools/flatout_build.py")
-BUILD_FOLDERS = ("cmake/", "csrc/", "src/flatout/", "src/pytest_flatout/")
+BUILD_FOLDERS = ("cmake/", "csrc/", "examples/", "src/flatout/", "src/pytest_flatout/")
 
 
 @dataclass(frozen=True)

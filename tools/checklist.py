@@ -35,6 +35,8 @@ def decided_by(technique: Technique) -> str:
         return "advice"
     if isinstance(technique, Rule):
         return "rule"
+    if getattr(technique, "on_request", ""):
+        return "on request"
     return "measured + verified" if getattr(technique, "is_verified", False) else "measured"
 
 

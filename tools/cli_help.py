@@ -18,7 +18,7 @@ INTRODUCTION = """# Command line
 | [`profile`](#flatout-profile), [`monitor`](#flatout-monitor) | [MFU and profiling](../guides/mfu_and_profiling.md) |
 | [`compare`](#flatout-compare) | [Reading a receipt](../guides/reading_a_receipt.md#compare-two-reports) |
 | [`doctor`](#flatout-doctor) | [Install](../install.md#check-the-machine) |
-| [`demo`](#flatout-demo) | two real jobs, as first written and through flatout |
+| [`demo`](#flatout-demo) | two training scripts as plain PyTorch and through flatout |
 | [`bench`](#flatout-bench) | [Benchmarks](../benchmarks.md) |
 """
 

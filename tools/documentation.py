@@ -41,6 +41,7 @@ KINDS = {Measured: "Measured", Rule: "Rules", Advice: "Advice"}
 DECIDED = {
     "measured + verified": "A trial measures the gain, and compares outputs, gradients and losses.",
     "measured": "A trial measures the gain. The batches are the same.",
+    "on request": "`techniques=` forces the technique. flatout compares outputs and gradients.",
     "rule": "A rule applies the technique without a trial.",
     "advice": "The report names what to change. flatout changes nothing.",
 }

@@ -305,15 +305,6 @@ def _normalize_rows(results: Results) -> Iterator[Row]:
         yield parameter(test), between(each["ratio_median"], low, high), f"{each['of_copy']:.0%}", of_peak
 
 
-def _demo_jobs_rows(results: Results) -> Iterator[Row]:
-    for test, each in of(results, "test_job"):
-        before, after = each["naive"], each["flatout"]
-        speeds = (f"{side['samples_per_second']:,.0f} /s" for side in (before, after))
-        measures = "accuracy" if "accuracy" in before["metrics"] else "loss"
-        quality = f"{measures} {before['metrics'][measures]:.4g} → {after['metrics'][measures]:.4g}"
-        yield title(test), *speeds, times(each["ratio"]), quality
-
-
 EPOCHS = {
     "f32_32": "rows of 32 floats, batch 1,024",
     "u8_3x32x32": "images of 3×32×32 bytes, batch 256",
@@ -457,9 +448,6 @@ def _techniques_rows(results: Results) -> Iterator[Row]:
 
 
 TABLES = {
-    "demo_jobs": Table(
-        "demo_jobs", ("job", "as first written", "flatout", "ratio", "held-out quality"), _demo_jobs_rows
-    ),
     "optimize": Table(
         "optimize",
         ("job", "against the loop as first written", "against the best other loop", "ready in: flatout, the other"),

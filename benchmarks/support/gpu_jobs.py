@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flatout.cli.demo_jobs.gpt import Block, read_text
+from examples.gpt import TEXT, Block
 from flatout.data import InMemoryLoader
 
 
@@ -194,7 +194,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, context: int, vocabulary: int) -> None:
         self.context = context
-        self.text = read_text().decode()
+        self.text = TEXT.decode()
         known = dict.fromkeys(re.findall(r"\w+|\W", self.text))
         self.number = {word: i % vocabulary for i, word in enumerate(known)}
         self.characters = 4 * (context + 1)  # words and separators have 2.7 characters on average

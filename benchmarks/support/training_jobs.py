@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from flatout.cli.demo_jobs import digits, gpt
+from examples import digits, gpt
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,36 @@ def seed_mlp() -> Job:
     return Job("seed MLP", TensorDataset(x, y), 512, layers, torch.optim.Adam, loss_fn=functional.mse_loss)
 
 
+class TextWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a text and the bytes after each of their bytes. A window becomes a tensor when it is read."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.text = text
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        ids = torch.tensor(list(self.text[start : start + self.context + 1]))
+        return ids[:-1], ids[1:]
+
+
 def digits_cnn() -> Job:
-    """Return the first job of the demo."""
-    job = digits.build(digits.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
-    return Job("digits CNN", job.train, job.training.batch_size, job.build_model)
+    """Return the CNN of examples/digits.py."""
+    width, batch_size = (128, 128) if torch.cuda.is_available() else (16, 64)
+    train, _ = digits.load()
+    return Job("digits CNN", train, batch_size, lambda: digits.build_model(width))
 
 
 def byte_gpt() -> Job:
-    """Return the second job of the demo."""
-    job = gpt.build(gpt.SIZES["cuda" if torch.cuda.is_available() else "cpu"])
-    return Job("byte GPT", job.train, job.training.batch_size, job.build_model, loss_fn=job.loss_fn, attends=True)
+    """Return the GPT of examples/gpt.py, on windows that become tensors when they are read."""
+    sizes, batch_size = ((8, 8, 512, 256), 64) if torch.cuda.is_available() else ((2, 4, 64, 64), 32)
+    windows = TextWindows(gpt.TEXT[: len(gpt.TEXT) * 9 // 10], context=sizes[-1])
+    model = lambda: gpt.GPT(*sizes)  # noqa: E731
+    loss = lambda scores, targets: functional.cross_entropy(scores.flatten(0, 1), targets.flatten())  # noqa: E731
+    return Job("byte GPT", windows, batch_size, model, loss_fn=loss, attends=True)
 
 
 def resnet(samples: int = 2048, batch_size: int = 32) -> Job:

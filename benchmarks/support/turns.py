@@ -83,7 +83,7 @@ class LaneApart:
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        path = [str(Path(__file__).parents[1]), *(sys.path if python is None else [])]
+        path = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), *(sys.path if python is None else [])]
         variables = {"TORCHINDUCTOR_CACHE_DIR": self._folder.name, "PYTHONPATH": os.pathsep.join(path)}
         self._pipe, theirs = multiprocessing.Pipe()
         begun = time.perf_counter()

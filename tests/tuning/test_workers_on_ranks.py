@@ -24,10 +24,6 @@ def test_requested_workers_load_the_same_batches(pair: RankPool, settings: Any) 
     pair(checks.requested_workers_load_the_same_batches, settings)
 
 
-def test_torchscript_is_measured_by_all_ranks(pair: RankPool) -> None:
-    pair(checks.torchscript_is_measured_by_all_ranks)
-
-
 @pytest.mark.parametrize("value", [True, "script", "trace"])
 def test_requested_torchscript_trains_as_the_plain_model(pair: RankPool, value: Any) -> None:
     pair(checks.requested_torchscript_trains_as_the_plain_model, value)

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import flatout
 from flatout.data.slices import sliced
-from tests.clock import TimedStep, simulated_tuning
 from tests.jobs import job_of, only
 from tests.techniques.harness import STARVED, given_timings, tuned_workers
 from tests.techniques.harness import decided as decided_about
@@ -105,20 +104,6 @@ def workers_are_those_that_rank_0_has_found() -> None:
 
 def requested_workers_load_the_same_batches(settings: Any) -> None:
     assert trained(tuned(workers=settings)) == trained(tuned())
-
-
-def torchscript_is_measured_by_all_ranks() -> None:
-    """No rank has a compiler, so TorchScript is tried."""
-    with (
-        simulated_tuning() as clock,
-        mock.patch("flatout.techniques.torchscript.why_no_compiler", return_value="no compiler"),
-    ):
-        run = tuned("torchscript", loss_fn=TimedStep(clock), budget=1000.0)
-    row = run.report.row("torchscript")
-    assert row.status == "rejected", row
-    assert row.trials
-    assert not row.trials[0].failure
-    trained(run)
 
 
 def requested_torchscript_trains_as_the_plain_model(value: Any) -> None:

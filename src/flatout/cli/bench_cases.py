@@ -15,9 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 import flatout.amp
 import flatout.optim
-from flatout.cli.demo_jobs import JOBS
-from flatout.cli.demo_jobs.demo_job import LONG_TRAINING
-from flatout.cli.demo_jobs.loops import Naive, Optimized
 from flatout.core.snapshot import Snapshot
 from flatout.data import InMemoryLoader
 
@@ -27,8 +24,8 @@ STEPS = 10
 NEVER = 2**31 - 1
 """Steps until a loss scale grows."""
 
-ENDLESS = 10**9
-"""Epochs of a training that no race exhausts."""
+EXPECTED_STEPS = 50_000
+"""Length of the training for which the tuning decides."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +136,11 @@ def step(device: torch.device, budget: float) -> Iterator[Case]:
     tuned, its_optimizer = training()
     loader = DataLoader(TensorDataset(x, y), batch_size=512, shuffle=True)
     run = flatout.optimize(
-        tuned, loader, its_optimizer, functional.mse_loss, expected_steps=LONG_TRAINING, budget=budget, plan=None
+        tuned, loader, its_optimizer, functional.mse_loss, expected_steps=EXPECTED_STEPS, budget=budget, plan=None
     )
     batch = next(iter(run.loader))
     after = WithOwnFlags(_repeated(lambda: run.step(batch)))
     yield Case(f"{STEPS} steps of a perceptron", "plain torch", before, after, _in_use(run.report))
-
-
-def job(device: torch.device, budget: float) -> Iterator[Case]:
-    """Yield steps of the demo's jobs, data loading included."""
-    for name, build in JOBS.items():
-        made = build(device.type)
-        naive = Naive(made, device, ENDLESS, lambda *_: None)
-        before = WithOwnFlags(_repeated(lambda lane=naive: next(lane.steps)))  # type: ignore[misc]
-        tuned = Optimized(made, device, ENDLESS, lambda *_: None, budget)
-        after = WithOwnFlags(_repeated(lambda lane=tuned: next(lane.steps)))  # type: ignore[misc]
-        yield Case(f"{STEPS} steps of the job {name}", "as first written", before, after, _in_use(tuned.report))
 
 
 def _repeated(step: Callable[[], object]) -> Callable[[], object]:
@@ -174,5 +160,4 @@ BENCHMARKS: dict[str, Callable[[torch.device, float], Iterator[Case]]] = {
     "update": update,
     "data": data,
     "step": step,
-    "job": job,
 }

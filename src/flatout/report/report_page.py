@@ -18,20 +18,18 @@ INAPPLICABLE: tuple[Status, ...] = ("not applicable",)
 """Statuses of rows that the page shows on request."""
 
 
-def fragment(summary: Summary, *, title: str = "", is_part: bool = False) -> Markup:
+def fragment(summary: Summary, *, title: str = "") -> Markup:
     """Return the HTML of the report, without the document around it and without style.
 
     Args:
         summary: the report.
         title: name of the tuned module, in a report on several modules.
-        is_part: leave out the headline number and the machine, which the page around the report shows.
     """
     fall = waterfall(summary)
     return html.render(
         "report.html.j2",
         summary=summary,
         title=title,
-        is_part=is_part,
         rows=[row for row in summary.rows if row.status not in INAPPLICABLE],
         inapplicable=[row for row in summary.rows if row.status in INAPPLICABLE],
         wording=wording,

@@ -81,9 +81,9 @@ REGISTRY: tuple[Technique, ...] = (
 )
 """Every technique, in the order in which they are tried.
 
-The order is placement and data parallel, precision, memory format, backends, threads, optimizer, batch size, compile or
-TorchScript, and the graph of the whole step. The averaging of gradients follows, because it must overlap with the tuned
-backward. The loader is next, because it must reach the rate of the tuned step. Advice comes last.
+The order is placement and data parallel, precision, memory format, backends, threads, optimizer, batch size, compile,
+and the graph of the whole step. The averaging of gradients follows, because it must overlap with the tuned backward.
+The loader is next, because it must reach the rate of the tuned step. Advice comes last.
 
 The batch size comes before code that is compiled or captured for the shapes of a batch. Threads come before compile,
 whose kernels depend on their number, and before the loader, whose workers use the remaining cores.

@@ -48,12 +48,6 @@ A technique for memory is kept on request, or if batches do not fit otherwise. I
 larger parts of batches that are faster (``Tuner._decide_memory``).
 """
 
-Scope = Literal["update", "epoch", "once"]
-"""Earliest moment at which a running training can switch a candidate.
-
-The moment is between two updates, between two epochs, or never. No decision uses this value yet.
-"""
-
 
 class NotApplicable(Exception):
     """Rejection of a technique, or of one candidate, that does not apply to this job.
@@ -77,7 +71,6 @@ class Technique(ABC):
         effect: change of numerics.
         reseeds: text for the row on the random numbers that differ if the effect is "reseeded".
         goal: resource that the technique saves.
-        scope: moment at which a running training could switch the technique.
         expected: expected gain in speed from the literature, for the report. The source of numbered rows is the
             checklist "Maximizing GPU Utilization in PyTorch" (github.com/behnamasadi/PyTorchTutorial). The docstring
             names any other source.
@@ -91,7 +84,6 @@ class Technique(ABC):
     effect: Effect = "exact"
     reseeds: str = ""
     goal: Goal = "speed"
-    scope: Scope = "once"
     expected: str = ""
     assumes: ClassVar[tuple[Guard, ...]] = ()
 
@@ -156,9 +148,11 @@ class Measured(Technique):
 
     Attributes:
         values: values of ``techniques={name: value}``, for error messages.
+        on_request: reason for the row why the technique is used only if it is forced; empty for other techniques.
     """
 
     values: ClassVar[str] = "True"
+    on_request: ClassVar[str] = ""
 
     @abstractmethod
     def most_saved(self, job: Job, pace: Pace) -> float:
@@ -230,7 +224,6 @@ class StepTechnique(Measured):
     """
 
     effect: Effect = "rounding"
-    scope: Scope = "update"
     checks_evaluation: ClassVar[bool] = False
     keeps_cpu_time: ClassVar[bool] = True
     is_combinable: ClassVar[bool] = False
@@ -315,8 +308,6 @@ class SizeTechnique(StepTechnique):
 
 class LoaderTechnique(Measured):
     """Technique that changes how batches are made. Trials of its ``LoaderCandidate`` objects time loading, too."""
-
-    scope: Scope = "epoch"
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """Return the time that a step waits for its batch."""

@@ -122,7 +122,6 @@ class BatchSize(SizeTechnique):
     expected = "up to 2.2×"
     rationale = "so many samples at once are the fastest that memory holds"
     effect = "reseeded"
-    scope = "epoch"
     assumes = (MeanOverSamples(),)
     values = "{'micro_batch': SAMPLES} (optimize(batch_size=...) changes the samples of an update)"
 

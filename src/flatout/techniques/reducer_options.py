@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flatout.techniques.base import Effect, NotApplicable, Scope, StepTechnique
+from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class ReducerTechnique(StepTechnique):
     """
 
     effect: Effect = "rounding"
-    scope: Scope = "epoch"
     keeps_cpu_time = False
 
     def check(self, job: Job) -> None:

@@ -79,7 +79,6 @@ class Job:
         objective: forward and loss.
         stepper: gradients and updates.
         work: function of a batch that returns its samples, tokens and FLOPs.
-        failed: names of techniques whose candidates all failed.
         breaks: assumptions of kept techniques that training has contradicted.
     """
 
@@ -88,7 +87,6 @@ class Job:
     objective: Objective = field(init=False)
     stepper: Stepper = field(init=False)
     work: CountedWork = field(init=False)
-    failed: set[str] = field(default_factory=set, init=False)
     breaks: Breaks = field(default_factory=Breaks, init=False)
 
     @property

@@ -100,7 +100,7 @@ class Tuner:
             return 0.0
         try:
             if isinstance(technique, StepTechnique) and not isinstance(technique, SizeTechnique):
-                self._candidates(technique)  # a fallback has none while the technique that it replaces works
+                self._candidates(technique)
         except (NotApplicable, Unsuitable):
             return 0.0
         shortest = self.shortest_trial(technique)
@@ -216,7 +216,13 @@ class Tuner:
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 
     def _why_not_try(self, technique: Measured) -> str:
-        """Return the reason against a trial of an applicable technique; empty if a trial may begin."""
+        """Return the reason against a trial of an applicable technique; empty if a trial may begin.
+
+        Raises:
+            NotApplicable: the technique is used only if it is forced.
+        """
+        if technique.on_request:
+            raise NotApplicable(technique.on_request)
         job, budget, bench = self._bench.job, self._bench.budget, self._bench
         if budget.seconds == 0:
             return "nothing is measured without a budget"
@@ -259,8 +265,6 @@ class Tuner:
             return self._decide_both(technique, required)
         bench = self._bench
         trials, best = self._try_all(self._candidates(technique), technique)
-        if trials and all(trial.gain is None for trial in trials):
-            bench.job.failed.add(technique.name)
         row = _with_finding(
             verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0]), technique, best
         )
