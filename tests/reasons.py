@@ -266,7 +266,7 @@ missing = partial(reasons, patterns=MISSING)
 # code of a finding of the doctor: regular expression that its name, result and fix match, joined by spaces
 FINDINGS: dict[str, str] = {
     "could-not-check": "could not be checked",
-    "cpu-build": "^torch .* for the CPU, but with an NVIDIA GPU",
+    "cpu-build": "^torch .* for the CPU, on a machine with a GPU",
     "driver-too-old": "^driver .* flatout's kernels require",
     "driver-unusable": "^driver torch cannot use",
     "gpu-hidden": "^device hidden by",

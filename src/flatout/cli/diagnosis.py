@@ -88,7 +88,7 @@ def _nvcc() -> str | None:
 def _torch() -> Iterator[Finding]:
     if torch.version.cuda is None and torch.version.hip is None and DRIVER.exists():
         fix = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-        yield Finding("install", "torch", f"{torch.__version__}, for the CPU, but with an NVIDIA GPU", "broken", fix)
+        yield Finding("install", "torch", f"{torch.__version__} is for the CPU, on a machine with a GPU", "broken", fix)
     else:
         yield Finding("install", "torch", torch.__version__)
 
@@ -147,7 +147,7 @@ def _gpus() -> Iterator[Finding]:
             properties = torch.cuda.get_device_properties(index)
             run_kernel(index)
         except Exception as error:
-            fix = "nvidia-smi -q shows the state of the GPU. Another program may hold the GPU, or torch lacks its code"
+            fix = "nvidia-smi -q shows the state of the GPU: it may need a reset, or a torch with its architecture"
             yield Finding("GPU", name, f"cannot be used: {first_line(error)}", "broken", fix)
             continue
         version = f"{properties.major}.{properties.minor}"

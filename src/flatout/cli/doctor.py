@@ -25,9 +25,9 @@ from flatout.core.formatting import first_line, visible
 from flatout.distributed import process_group
 
 DESCRIPTION = """\
-Shows what torch.utils.collect_env collects, and then what flatout requires of
-the machine: driver, CUDA kernels, each GPU and its data sheet, a compiler for
-torch.compile, /dev/shm. Each has a verdict and the fix. Changes nothing."""
+Shows the output of torch.utils.collect_env, and checks what flatout requires:
+CUDA kernels, torch, a compiler for torch.compile, the driver, each GPU and its
+data sheet, and /dev/shm. Each finding has a verdict and the fix."""
 
 EPILOG = """\
 examples:

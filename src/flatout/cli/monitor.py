@@ -23,8 +23,8 @@ from flatout.monitor import JsonLines, Sample, Sampler
 from flatout.monitor.sampler import Writer
 
 DESCRIPTION = """\
-Shows once a second how busy GPUs, tensor cores, memory and power are, and what
-lowers the clocks. Tensor cores are known on Hopper and later."""
+Shows utilization, memory, power, clocks and temperature of each GPU, once a
+second. On Hopper and later, also shows the activity of the tensor cores."""
 
 EPILOG = """\
 examples:
