@@ -81,7 +81,7 @@ def test_a_script_has_its_copies_and_its_syncs(tmp_path: Path) -> None:
     assert ended.error is None
     profile = recording.profile()
     assert min(profile.phases[phase] for phase in ("h2d", "forward", "backward", "update")) > 0
-    assert "train.py:12" in {sync.where for sync in profile.syncs}
+    assert "train.py:11" in {sync.where for sync in profile.syncs}
 
 
 def test_kernels_of_a_cuda_graph_count_as_work() -> None:

@@ -59,8 +59,8 @@ def advise(profile: Profile, rows: Sequence[Row] = ()) -> tuple[str, ...]:
     sentences = [_sentence(profile, rows, limit, cost) for limit, cost in costs if cost >= _WORTH * profile.seconds]
     if profile.profiled_steps and profile.device_busy is None and profile.on_gpu:
         refused = (
-            "The profiler recorded no kernels. Either the training runs on the CPU, or the driver refused to record: "
-            "another profiler runs, or permission is missing."
+            "The profiler recorded no kernels, so times of operators are those of the host. Either the training runs "
+            "on the CPU, or the driver refused to record: another profiler runs, or permission is missing."
         )
         return refused, *sentences
     return (*sentences, *_syncs(profile)) or ("Nothing sticks out: the time goes into many small things.",)
