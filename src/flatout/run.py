@@ -26,7 +26,6 @@ from flatout.profile import Profile, Step, profile_run
 from flatout.report import Report
 from flatout.report.model import RankPace
 from flatout.resume import Resumable
-from flatout.techniques import ObservingCandidate
 from flatout.training import checkpoint
 from flatout.training.attachments import Attachment, attach, attached_to, detach
 from flatout.training.device_verdict import judged, tensor_watch
@@ -108,7 +107,7 @@ class Run(Resumable, Described):
         self._report = report
         self.logs = Logs()
         self._counter = MfuCounter(peak_flops=peak_flops, device=job.spec.device, tensor_watch=tensor_watch(job))
-        observers = [toggle.on_batch for toggle in toggles if isinstance(toggle, ObservingCandidate)]
+        observers = [toggle.on_batch for toggle in toggles if toggle.on_batch is not None]
         breaks = job.breaks
         super().__init__(job, scheduler, plan, TrainingLoader(job, self._counter, self._flush, observers))
         self._example = example

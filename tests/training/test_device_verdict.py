@@ -6,7 +6,7 @@ import ast
 import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
@@ -20,7 +20,7 @@ from flatout.mfu import MfuCounter, Phases, TensorCores, peaks
 from flatout.mfu.signatures import CountedWork
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, judge
 from flatout.report import Row, Status
-from flatout.report.remedies import ARGUMENTS, untried
+from flatout.report.remedies import argument_of, untried
 from flatout.techniques import REGISTRY
 from flatout.training.device_verdict import REMEDIES, TensorWatch, judged, tensor_watch, with_remedies
 from flatout.training.step_flops import Peak, peak_of
@@ -83,9 +83,9 @@ def test_a_verdict_without_rows_names_the_limit_and_stops() -> None:
 
 def test_every_remedy_is_a_technique_with_an_argument_that_optimize_takes() -> None:
     named = {name for techniques in REMEDIES.values() for name in techniques}
-    assert named == ARGUMENTS.keys() <= TITLES.keys()
-    for name, argument in ARGUMENTS.items():
-        (keyword,) = ast.parse(f"optimize({argument})", mode="eval").body.keywords  # type: ignore[attr-defined]
+    assert named <= TITLES.keys()
+    for name in named:
+        (keyword,) = ast.parse(f"optimize({argument_of(name)})", mode="eval").body.keywords  # type: ignore[attr-defined]
         value = ast.literal_eval(keyword.value)
         if keyword.arg == "batch_size":
             assert (name, value) == ("batch_size", "auto")
@@ -113,7 +113,7 @@ def test_forbidden_techniques_are_not_left_to_try() -> None:
     run.undo()
     planned = flatout.optimize(*arguments, plan=flatout.Plan(decisions={}, fingerprint=run.plan.fingerprint))
     assert planned.report.row("compile").left_out
-    assert untried(planned.report.rows, ARGUMENTS) == []
+    assert untried(planned.report.rows, chain(*REMEDIES.values())) == []
 
 
 def test_remedies_come_in_their_order_with_the_titles_of_their_rows() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 
 class Toggle(ABC):
@@ -12,9 +14,11 @@ class Toggle(ABC):
 
     Attributes:
         label: name in the report.
+        on_batch: function to call with each batch of ``run.loader``, also while the change is off; None for none.
     """
 
     label: str
+    on_batch: Callable[[Any], None] | None = None
     _is_on = False
 
     def enable(self) -> None:

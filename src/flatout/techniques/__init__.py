@@ -4,15 +4,11 @@ from flatout.techniques.activation_checkpointing import ActivationCheckpointing
 from flatout.techniques.allocator import Allocator
 from flatout.techniques.base import (
     Advice,
-    CompanionTechnique,
     LoaderTechnique,
     Measured,
     NotApplicable,
     NothingBetter,
-    PricedRule,
     Rule,
-    SizeTechnique,
-    SparingTechnique,
     StepTechnique,
     Technique,
 )
@@ -21,9 +17,7 @@ from flatout.techniques.built_in import BUILT_IN
 from flatout.techniques.candidate import (
     Candidate,
     LoaderCandidate,
-    ObservingCandidate,
     PairCandidate,
-    ResizingCandidate,
 )
 from flatout.techniques.channels_last import ChannelsLast
 from flatout.techniques.compile import Compile
@@ -41,7 +35,6 @@ from flatout.techniques.in_memory import InMemory
 from flatout.techniques.malloc import Malloc
 from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.precision import Precision
-from flatout.techniques.reducer_options import ReducerTechnique
 from flatout.techniques.sdpa_backend import SdpaBackend
 from flatout.techniques.static_graph import StaticGraph
 from flatout.techniques.sync_points import SyncPoints
@@ -94,20 +87,13 @@ __all__ = [
     "Advice",
     "BatchSize",
     "Candidate",
-    "CompanionTechnique",
     "LoaderCandidate",
     "LoaderTechnique",
     "Measured",
     "NotApplicable",
     "NothingBetter",
-    "ObservingCandidate",
     "PairCandidate",
-    "PricedRule",
-    "ReducerTechnique",
-    "ResizingCandidate",
     "Rule",
-    "SizeTechnique",
-    "SparingTechnique",
     "StepTechnique",
     "Technique",
 ]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flatout.core.compiled_code import recompilation_seconds
 from flatout.core.errors import Unsuitable
@@ -90,7 +90,7 @@ class Technique(ABC):
     @property
     def documentation(self) -> str:
         """Text on the technique: effect, benefits and drawbacks. Empty if Python runs without docstrings."""
-        return type(self).__doc__ or ""
+        return self.__doc__ or ""
 
     @property
     def purpose(self) -> str:
@@ -124,10 +124,12 @@ class Rule(Technique):
     Attributes:
         argument: the argument of ``optimize`` that turns the rule on; empty for a rule that is always applied.
         depends_on_loop: True if the rule depends on ``Job.why_no_step``, so that it is applied after the first step.
+        is_priced: True if a trial shows the rule's cost in speed. The rule stays on in any case.
     """
 
     argument: ClassVar[str] = ""
     depends_on_loop: bool = False
+    is_priced: ClassVar[bool] = False
 
     @property
     def is_forbiddable(self) -> bool:
@@ -137,10 +139,6 @@ class Rule(Technique):
     def candidate(self, job: Job) -> Candidate | None:
         """Return the candidate to turn on; None if the rule is built into ``Run``."""
         return None
-
-
-class PricedRule(Rule):
-    """Rule whose cost in speed a trial shows. The rule stays on in any case."""
 
 
 class Measured(Technique):
@@ -216,6 +214,10 @@ class StepTechnique(Measured):
             off, trials turn on both.
         alternative_to: name of an earlier combinable technique that leaves this one without effect; empty if there is
             none.
+        companions: names of later combinable techniques that may help only together with this one. Trials also try
+            pairs with candidates of these techniques.
+        saves_communication: True if candidates change how gradients are averaged over the ranks during the backward.
+            They can save at most the exposed communication.
         changes_activations: True if candidates change the memory format or the dtype of activations. The random numbers
             that torch draws depend on both. Trials make them independent of both (``tuning/same_draws.py``).
         optimistic_gain: the largest gain to expect. A setup that would not pay even with this gain is not started.
@@ -229,6 +231,8 @@ class StepTechnique(Measured):
     is_combinable: ClassVar[bool] = False
     requires: ClassVar[str] = ""
     alternative_to: ClassVar[str] = ""
+    companions: ClassVar[tuple[str, ...]] = ()
+    saves_communication: ClassVar[bool] = False
     changes_activations: ClassVar[bool] = False
     optimistic_gain: ClassVar[float] = 2.0
     recompiles: ClassVar[bool] = False
@@ -248,6 +252,8 @@ class StepTechnique(Measured):
 
     def most_saved(self, job: Job, pace: Pace) -> float:
         """Return the saving per step for ``optimistic_gain``. On the CPU no technique saves sleep and other waits."""
+        if self.saves_communication:
+            return pace.step_ms if pace.exposed_ms is None else pace.exposed_ms
         computing_ms = pace.step_ms
         if job.spec.device.type == "cpu" and pace.cpu_ms is not None:
             computing_ms = min(computing_ms, pace.cpu_ms)
@@ -260,50 +266,6 @@ class StepTechnique(Measured):
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the first candidate."""
         return self.candidates(job)[0]
-
-
-class CompanionTechnique(StepTechnique):
-    """Technique that may help only together with another technique.
-
-    Attributes:
-        companions: names of later combinable techniques. Trials also try pairs with candidates of these techniques.
-    """
-
-    companions: ClassVar[tuple[str, ...]] = ()
-
-
-class SizeRange(NamedTuple):
-    """Numbers of samples that a search may try, and the present one."""
-
-    now: int
-    smallest: int
-    largest: int
-
-
-class SizeTechnique(StepTechnique):
-    """Technique whose only candidate is a number of samples, which the tuner finds by timing steps."""
-
-    @abstractmethod
-    def sizes(self, job: Job) -> SizeRange:
-        """Return the numbers of samples to search.
-
-        Raises:
-            NotApplicable: nothing can be searched.
-        """
-
-    @abstractmethod
-    def sized(self, job: Job, samples: int, reason: str) -> Candidate:
-        """Return the candidate for a number of samples.
-
-        Args:
-            job: the training.
-            samples: result of the search.
-            reason: result of the search, in one sentence.
-        """
-
-    def candidates(self, job: Job) -> Sequence[Candidate]:
-        """Return no candidate, because there is none before a search."""
-        return ()
 
 
 class LoaderTechnique(Measured):
@@ -322,13 +284,9 @@ class LoaderTechnique(Measured):
             NothingBetter: measuring showed that no loader is faster than the present one.
         """
 
-
-class SparingTechnique(LoaderTechnique):
-    """Loader technique whose candidates may use fewer resources than the present loader."""
-
-    @abstractmethod
     def spares(self, job: Job) -> bool:
-        """Return True if candidates use fewer resources. Then a candidate is kept if it is not slower."""
+        """Return True if candidates use fewer resources, so that a candidate is kept if it is no slower."""
+        return False
 
 
 class Advice(Technique):

@@ -21,8 +21,8 @@ from flatout.data.loaders import (
 from flatout.data.seeding import is_seeded
 from flatout.distributed.process_group import group_size
 from flatout.guards import Guard, MeanOverSamples
-from flatout.techniques.base import NotApplicable, SizeRange, SizeTechnique
-from flatout.techniques.candidate import Candidate, ResizingCandidate
+from flatout.techniques.base import NotApplicable, StepTechnique
+from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_dtype
 from flatout.training.learning_rate import LR_RULES
 
@@ -40,7 +40,7 @@ TRIAL_STEPS = 20
 """Maximum number of steps in the search for a size."""
 
 
-class BatchCandidate(ResizingCandidate):
+class BatchCandidate(Candidate):
     """Loader with another batch size, batches computed in parts, or both.
 
     Args:
@@ -49,6 +49,8 @@ class BatchCandidate(ResizingCandidate):
         micro_batch: samples that a rank computes at once; None for whole batches.
         reason: findings of the search.
     """
+
+    resizes = True
 
     def __init__(self, job: Job, samples: int | None = None, micro_batch: int | None = None, reason: str = "") -> None:
         self.reason = reason
@@ -98,7 +100,7 @@ class BatchCandidate(ResizingCandidate):
             self._parked[job] = loader, source, (), expected_steps
 
 
-class BatchSize(SizeTechnique):
+class BatchSize(StepTechnique):
     """Finds the micro-batch that trains fastest, without running out of memory.
 
     A few sizes are timed. Their measured memory predicts the memory of larger sizes. The size that is found then gets a
@@ -144,18 +146,34 @@ class BatchSize(SizeTechnique):
         """Return the seconds of the search's steps. Steps take longer if sizes may grow."""
         return (4 if job.spec.resizes else 1) * TRIAL_STEPS * pace.step_ms / 1e3
 
-    def sizes(self, job: Job) -> SizeRange:
-        """Return sizes of the loader's batches, or of their parts, in samples of one rank."""
+    def candidates(self, job: Job) -> Sequence[Candidate]:
+        """Return no candidate, because the tuner searches ``sizes`` first, and then tries the one of ``sized``."""
+        return ()
+
+    def sizes(self, job: Job) -> tuple[int, int, int]:
+        """Return the present, the smallest and the largest number of samples on a rank for the search.
+
+        The numbers are sizes of the loader's batches, or of their parts.
+
+        Raises:
+            NotApplicable: nothing can be searched.
+        """
         reason = self._why_not_search(job)
         if reason:
             raise NotApplicable(reason)
         largest = self._largest(job)
         own = -(-size_of(job) // _shared_by(job)) if job.spec.resizes else largest
         now = job.stepper.micro_batches.size or own
-        return SizeRange(now, smallest=min(SMALLEST, now), largest=max(now, largest))
+        return now, min(SMALLEST, now), max(now, largest)
 
     def sized(self, job: Job, samples: int, reason: str) -> Candidate:
-        """Return the candidate for batches of ``samples`` samples on each rank, or for parts of this size."""
+        """Return the candidate for batches of ``samples`` samples on each rank, or for parts of this size.
+
+        Args:
+            job: the training.
+            samples: result of the search.
+            reason: result of the search, in one sentence.
+        """
         if job.spec.resizes:
             return BatchCandidate(job, samples=samples * _shared_by(job), reason=reason)
         return BatchCandidate(job, micro_batch=None if samples >= self._largest(job) else samples, reason=reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.techniques.base import NotApplicable, Rule
 
@@ -24,15 +24,10 @@ def _needs_gpu(why: str) -> Callable[[Job], str]:
 
 
 class BuiltIn(Rule):
-    """Rule that is built into ``Run``.
+    """Rule that is built into ``Run``. Arguments that are not listed are attributes of ``Technique``.
 
     Args:
-        name: as in ``Technique``.
-        title: as in ``Technique``.
-        rationale: as in ``Technique``.
-        documentation: as in ``Technique``.
-        number: as in ``Technique``.
-        expected: as in ``Technique``.
+        documentation: docstring of the rule.
         why_not: returns why the rule does not apply to a job; empty if it applies.
     """
 
@@ -42,19 +37,12 @@ class BuiltIn(Rule):
         title: str,
         rationale: str,
         documentation: str,
-        number: int | None = None,
-        expected: str = "",
         why_not: Callable[[Job], str] = _applies,
+        **row: Any,
     ) -> None:
-        self.name, self.title, self.rationale, self.number, self.expected = name, title, rationale, number, expected
-        self._documentation = documentation
+        vars(self).update(row, name=name, title=title, rationale=rationale, __doc__=documentation)
         self.depends_on_loop = why_not is _needs_run_step
         self._why_not = why_not
-
-    @property
-    def documentation(self) -> str:
-        """Text of the table."""
-        return self._documentation
 
     def check(self, job: Job) -> None:
         """Raise ``NotApplicable`` with the reason of ``why_not``. A script has no ``Run``."""

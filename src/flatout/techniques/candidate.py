@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -20,12 +19,16 @@ class Candidate(Toggle):
         steps_to_record: steps that each batch needs after a restore of state before the candidate replays again. 0 for
             candidates that do not record steps.
         steps_to_switch: untimed steps that the candidate needs after it is turned on to reach its full speed.
+        resizes: True if the candidate changes the number of samples that are computed at once.
+        scale: samples of a step, relative to a step without the candidate.
     """
 
     value: Any
     failure: str = ""
     steps_to_record: int = 0
     steps_to_switch: int = 0
+    resizes: bool = False
+    scale: float = 1.0
 
     def __enter__(self) -> None:
         self.enable()
@@ -36,26 +39,8 @@ class Candidate(Toggle):
     def end_warmup(self) -> None:
         """Finish the warm-up, after one step on every shape of the trial's batches."""
 
-
-class ResizingCandidate(Candidate):
-    """Candidate that changes the number of samples of a step.
-
-    Attributes:
-        scale: samples of a step, relative to a step without the candidate.
-    """
-
-    scale: float = 1.0
-
     def on_tuning_end(self) -> None:
         """Free memory that only trials require. The tuner calls this after all trials."""
-
-
-class ObservingCandidate(Candidate):
-    """Candidate that observes the batches of ``run.loader``, even while it is off."""
-
-    @abstractmethod
-    def on_batch(self, batch: Any) -> None:
-        """Observe a batch."""
 
 
 class PairCandidate(Candidate):

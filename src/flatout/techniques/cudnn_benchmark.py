@@ -15,7 +15,7 @@ from flatout.core.batches import tensors_within
 from flatout.core.process_flags import process_flag
 from flatout.native._host import signature
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate, ObservingCandidate
+from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -61,7 +61,7 @@ class ShapeWatch:
         return len(self._news) == MOST_NEW and self._batches - self._news[0] < WITHIN
 
 
-class BenchmarkCandidate(ObservingCandidate):
+class BenchmarkCandidate(Candidate):
     """Candidate that turns on ``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes vary.
 
     torch stores the algorithm of a convolution's first run and then ignores the flag. ``deterministic`` is part of the

@@ -9,7 +9,7 @@ from torch.utils import deterministic
 
 from flatout.core.process_flags import process_flag
 from flatout.core.reproducible import DeterministicAlgorithms
-from flatout.techniques.base import NotApplicable, PricedRule
+from flatout.techniques.base import NotApplicable, Rule
 from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DeterministicCandidate(Candidate):
         self._algorithms.disable()
 
 
-class Determinism(PricedRule):
+class Determinism(Rule):
     """Makes two runs equal bit for bit: algorithms that repeat their results, and a seed for every random number.
 
     With a ``seed``, random augmentation gets a seed for each sample, so it is the same for any number of workers.
@@ -62,6 +62,7 @@ class Determinism(PricedRule):
     expected = "slower steps"
     rationale = "torch's algorithms repeat their results bit for bit, and no timing decides what changes numerics"
     argument = "deterministic"
+    is_priced = True
 
     def check(self, job: Job) -> None:
         """Require ``deterministic=True``."""

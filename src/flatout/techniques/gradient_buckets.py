@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flatout.techniques.base import NothingBetter
+from flatout.techniques.base import Effect, NothingBetter, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
+from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -16,7 +16,7 @@ SIZES = (25, 100, 5)
 """Bucket sizes to try, in MiB."""
 
 
-class GradientBuckets(ReducerTechnique):
+class GradientBuckets(StepTechnique):
     """Changes how many bytes of gradients one all-reduce averages over the ranks.
 
     When it helps: larger buckets need fewer all-reduces, for networks with a high latency. Smaller ones begin earlier,
@@ -32,6 +32,16 @@ class GradientBuckets(ReducerTechnique):
     expected = "depends on the network"
     rationale = "gradients are averaged in buckets of this size"
     values = "True, a size in MiB >= 1"
+    keeps_cpu_time = False
+    saves_communication = True
+
+    def check(self, job: Job) -> None:
+        """Require several ranks that average the gradients during the backward."""
+        check_reducer(job)
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "exact" for two ranks, because a sum of two gradients has only one order."""
+        return "exact" if job.spec.ranks.size == 2 else self.effect
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return a candidate for each size that changes the buckets.

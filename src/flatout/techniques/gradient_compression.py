@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.techniques.base import Effect, NotApplicable
+from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
+from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class GradientCompression(ReducerTechnique):
+class GradientCompression(StepTechnique):
     """Averages gradients over the ranks in bfloat16.
 
     When it helps: all-reduces of half the bytes, where the network is slower than the backward. When it hurts: each
@@ -31,18 +31,16 @@ class GradientCompression(ReducerTechnique):
     expected = "half the bytes"
     rationale = "gradients cross the network in 16-bit numbers; gradients and losses match within tolerance"
     values = "True, 'bf16'"
+    keeps_cpu_time = False
+    saves_communication = True
 
     def check(self, job: Job) -> None:
         """Require gradients in float32 that are not scaled, because trials could not compare scaled ones."""
-        super().check(job)
+        check_reducer(job)
         if job.stepper.scaler is not None:
             raise NotApplicable("gradients of float16 products are scaled, so that a trial cannot compare them")
         if any(p.dtype is not torch.float32 for p in job.spec.trained):
             raise NotApplicable("some gradients are no float32 numbers")
-
-    def effect_on(self, job: Job) -> Effect:
-        """Return "rounding" for any number of ranks."""
-        return self.effect
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatout.core.instance_class import take_class_out
-from flatout.techniques.base import CompanionTechnique, Effect, NotApplicable
+from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.calls import comes_compiled
 from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_class
@@ -44,7 +44,7 @@ class AutocastCandidate(Candidate):
             take_class_out(model, self._class)
 
 
-class Precision(CompanionTechnique):
+class Precision(StepTechnique):
     """Multiplies matrices in 16-bit numbers: bfloat16 where the hardware has it, else float16 with a loss scaler.
 
     When it helps: matrix units run 16-bit products two to sixteen times faster, and activations take half the memory.

@@ -1,4 +1,4 @@
-"""Base of the techniques that change how the gradients of several ranks are averaged during the backward."""
+"""Shared code of the techniques that change how the gradients of several ranks are averaged during the backward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flatout.techniques.base import Effect, NotApplicable, StepTechnique
+from flatout.techniques.base import NotApplicable
 from flatout.techniques.candidate import Candidate
 
 if TYPE_CHECKING:
-    from flatout.report.model import Pace
     from flatout.training.job import Job
 
 
@@ -47,34 +46,20 @@ class ReducerCandidate(Candidate):
         return before
 
 
-class ReducerTechnique(StepTechnique):
-    """Technique of the reducer, which can save at most the exposed communication.
+def check_reducer(job: Job) -> None:
+    """Require several ranks that average the gradients during the backward of ``run.step``.
 
-    With two ranks, a sum of gradients has only one order, so buckets do not change its rounding.
+    A user's own loop may hold gradients longer than a step. If its graph changes, flatout cannot repeat the step.
+
+    Raises:
+        NotApplicable: gradients are not averaged in this way.
     """
-
-    effect: Effect = "rounding"
-    keeps_cpu_time = False
-
-    def check(self, job: Job) -> None:
-        """Require several ranks that average the gradients during the backward of ``run.step``.
-
-        A user's own loop may hold gradients longer than a step. If its graph changes, flatout cannot repeat the step.
-        """
-        stepper = job.stepper
-        if job.spec.ranks.size == 1:
-            raise NotApplicable("this is one process, whose gradients need no averaging")
-        if job.why_no_step:
-            raise NotApplicable(f"{job.why_no_step}: flatout cannot repeat a step that fails on one rank")
-        if stepper.keeps_gradients or stepper.micro_batches.size is not None:
-            raise NotApplicable("gradients are averaged before the update, and not during the backward")
-        if job.data.batches and stepper.sync is None:
-            raise NotApplicable("the ranks train apart: techniques={'data_parallel': False} does without it")
-
-    def effect_on(self, job: Job) -> Effect:
-        """Return "exact" for two ranks."""
-        return "exact" if job.spec.ranks.size == 2 else self.effect
-
-    def most_saved(self, job: Job, pace: Pace) -> float:
-        """Return the exposed communication, or the time of the whole step if the communication is unknown."""
-        return pace.step_ms if pace.exposed_ms is None else pace.exposed_ms
+    stepper = job.stepper
+    if job.spec.ranks.size == 1:
+        raise NotApplicable("this is one process, whose gradients need no averaging")
+    if job.why_no_step:
+        raise NotApplicable(f"{job.why_no_step}: flatout cannot repeat a step that fails on one rank")
+    if stepper.keeps_gradients or stepper.micro_batches.size is not None:
+        raise NotApplicable("gradients are averaged before the update, and not during the backward")
+    if job.data.batches and stepper.sync is None:
+        raise NotApplicable("the ranks train apart: techniques={'data_parallel': False} does without it")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flatout.techniques.base import NotApplicable
+from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, ReducerTechnique
+from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class StaticGraph(ReducerTechnique):
+class StaticGraph(StepTechnique):
     """Lets DDP search the graph for parameters without gradients in the first step alone.
 
     When it helps: some parameters get no gradient, so that DDP walks through the graph of every step, and never sorts
@@ -27,13 +27,19 @@ class StaticGraph(ReducerTechnique):
     title = "static graph"
     expected = "one search per run instead of per step"
     rationale = "the same parameters get gradients in every step, so DDP searches no graph"
+    keeps_cpu_time = False
+    saves_communication = True
 
     def check(self, job: Job) -> None:
         """Require parameters without gradients."""
-        super().check(job)
+        check_reducer(job)
         sync = job.stepper.sync
         if sync is not None and not sync.finds_unused:
             raise NotApplicable("every parameter gets a gradient, so DDP searches no graph")
+
+    def effect_on(self, job: Job) -> Effect:
+        """Return "exact" for two ranks, because a sum of two gradients has only one order."""
+        return "exact" if job.spec.ranks.size == 2 else self.effect
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""

@@ -19,7 +19,7 @@ from flatout.data.workers_watch import watch_workers
 from flatout.guards.order_fixed import OrderFixed
 from flatout.guards.samples_portable import SamplesPortable
 from flatout.guards.samples_steady import SamplesSteady
-from flatout.techniques.base import Effect, NotApplicable, NothingBetter, SparingTechnique
+from flatout.techniques.base import Effect, LoaderTechnique, NotApplicable, NothingBetter
 from flatout.techniques.candidate import LoaderCandidate
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WorkerSource:
         return watch_workers(made, functools.partial(SamplesSteady.broken, self._breaks, Workers.name))
 
 
-class Workers(SparingTechnique):
+class Workers(LoaderTechnique):
     """Makes batches in worker processes, with ``num_workers`` and ``prefetch_factor`` chosen by measurement.
 
     When it helps: decoding or transforming a batch takes a considerable part of the step, and cores are free. When it

@@ -16,7 +16,7 @@ from flatout.core.snapshot import Snapshot
 from flatout.distributed.agreement import Agreement
 from flatout.mfu import TensorCores
 from flatout.report.model import Pace, Row
-from flatout.techniques import Candidate, ResizingCandidate
+from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.block import Block
@@ -148,7 +148,7 @@ class Bench:
         row = self.ledger.add(decision)
         if decision.candidate is not None:
             decision.candidate.enable()
-        pace, resizes = self._pace, isinstance(decision.candidate, ResizingCandidate)
+        pace, resizes = self._pace, decision.candidate is not None and decision.candidate.resizes
         is_long = pace is not None and self.is_long
         self.forget()
         if pace is not None and row.gain is not None and is_long and not resizes:  # too long to be measured again

@@ -10,7 +10,6 @@ from flatout.core.errors import Unsuitable
 from flatout.report.model import Trial
 from flatout.techniques import (
     Candidate,
-    CompanionTechnique,
     Measured,
     NotApplicable,
     PairCandidate,
@@ -104,8 +103,7 @@ class _Stage:
             return ()
 
     def _companions(self, technique: StepTechnique) -> list[StepTechnique]:
-        names = technique.companions if isinstance(technique, CompanionTechnique) else ()
-        return [companion for companion in self.techniques if companion.name in names]
+        return [companion for companion in self.techniques if companion.name in technique.companions]
 
     def _screen(self, candidate: Candidate, *techniques: StepTechnique) -> None:
         bench, found = self._bench, list[Screening]()

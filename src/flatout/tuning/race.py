@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flatout.report.model import Gain, Pace, Row, Statistic
-from flatout.techniques import REGISTRY, Candidate, ResizingCandidate, StepTechnique, Technique
+from flatout.techniques import REGISTRY, Candidate, StepTechnique, Technique
 from flatout.tuning.bench import LONG_UPDATE, Bench, off
 from flatout.tuning.block import Block
 from flatout.tuning.ledger import Decision
@@ -20,7 +20,6 @@ from flatout.tuning.noise import difference
 from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
 from flatout.tuning.statistics import fixed_gain
 from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
-from flatout.tuning.verification import scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The remaining time determines the number. The gain never does."""
@@ -163,7 +162,7 @@ class _Loops:
 @contextmanager
 def _loops(bench: Bench, candidates: Sequence[Candidate]) -> Iterator[_Loops]:
     """Yield the original and the tuned loop, with their loaders if these may be iterated again."""
-    job, scale = bench.job, math.prod(map(scale_of, candidates))
+    job, scale = bench.job, math.prod(candidate.scale for candidate in candidates)
     if not bench.rewindable:
         yield _step_loops(bench, candidates)
         return
@@ -243,7 +242,7 @@ def _revert(bench: Bench, decisions: Sequence[Decision], gain: Gain) -> None:
 
     won = bench.ledger.won
     first_resized = next(
-        (i for i, d in enumerate(won) if d in decisions and isinstance(d.candidate, ResizingCandidate)), len(won)
+        (i for i, d in enumerate(won) if d in decisions and d.candidate is not None and d.candidate.resizes), len(won)
     )
     decisions = [d for i, d in enumerate(won) if d in decisions or i > first_resized]
     for candidate in reversed(bench.ledger.candidates):

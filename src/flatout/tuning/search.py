@@ -9,7 +9,7 @@ from typing import Any
 from flatout.core import formatting
 from flatout.core.machine import load_average, usable_cores
 from flatout.report.model import Gain, Pace, Row, Statistic
-from flatout.techniques import REGISTRY, Advice, Measured, NotApplicable, PricedRule, ResizingCandidate, StepTechnique
+from flatout.techniques import REGISTRY, Advice, Measured, NotApplicable, Rule, StepTechnique
 from flatout.training.device_verdict import judged
 from flatout.training.job import Job
 from flatout.training.step_flops import peak_of
@@ -78,7 +78,7 @@ def search(session: Session) -> Baseline:
             tuner.decide(BATCH_SIZE)
     for technique in REGISTRY:
         candidate = session.ledger.rules.get(technique.name)
-        if isinstance(technique, PricedRule) and candidate is not None and session.measures:
+        if isinstance(technique, Rule) and technique.is_priced and candidate is not None and session.measures:
             with session.stage(f"timing {technique.title}"):
                 tuner.price(technique.name, candidate)
     others = [t for t in measured if not (isinstance(t, StepTechnique) and t.may_combine(session.job))]
@@ -172,8 +172,7 @@ def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcom
     refresh(bench)
     job.data.batches = ()
     for candidate in session.ledger.candidates:
-        if isinstance(candidate, ResizingCandidate):
-            candidate.on_tuning_end()
+        candidate.on_tuning_end()
     bench.rewind(to_train=False)
     session.end_tuning(result.gain)
     return outcome

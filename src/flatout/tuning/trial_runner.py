@@ -30,7 +30,7 @@ from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import Pair
 from flatout.tuning.timing import seconds
 from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
-from flatout.tuning.verification import is_verified, scale_of, verify
+from flatout.tuning.verification import is_verified, verify
 
 HOPELESS_WARM_UP = 2.0
 """Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
@@ -129,7 +129,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
     """Time steps with a candidate against steps with the kept candidates only. Arguments are those of ``screen``."""
-    job, scale, to_record = bench.job, scale_of(candidate), candidate.steps_to_record
+    job, scale, to_record = bench.job, candidate.scale, candidate.steps_to_record
     first = screen(bench, candidate, techniques)
     if first.is_hopeless or first.trial.failure:
         return first.trial
@@ -246,7 +246,7 @@ def _batches_of_each_shape(bench: Bench) -> list[Any]:
 def _first_pair(bench: Bench, candidate: Candidate) -> Pair:
     block, batches = bench.blocks(), len(bench.job.data.batches)
     bench.rewind()
-    old = block(0).scaled(scale_of(candidate))
+    old = block(0).scaled(candidate.scale)
     with candidate:
         for i in range(candidate.steps_to_record * batches):
             bench.update(i)

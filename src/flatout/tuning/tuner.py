@@ -21,9 +21,6 @@ from flatout.techniques import (
     NotApplicable,
     NothingBetter,
     PairCandidate,
-    ReducerTechnique,
-    SizeTechnique,
-    SparingTechnique,
     StepTechnique,
 )
 from flatout.tuning.acceptance import earns, is_open, rank, ratio, serves, spares, verdict
@@ -64,7 +61,7 @@ class Tuner:
             ValueError: the technique is forced and cannot be kept, or the decision disagrees with a plan.
         """
         ledger, choice = self._bench.ledger, self._choices.of(technique)
-        if ledger.is_kept(technique.name) and (choice is not None or not isinstance(technique, SizeTechnique)):
+        if ledger.is_kept(technique.name) and (choice is not None or technique is not BATCH_SIZE):
             return ledger.row(technique.name)
         cause: BaseException | None = None
         try:
@@ -99,7 +96,7 @@ class Tuner:
         if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
             return 0.0
         try:
-            if isinstance(technique, StepTechnique) and not isinstance(technique, SizeTechnique):
+            if isinstance(technique, StepTechnique) and technique is not BATCH_SIZE:
                 self._candidates(technique)
         except (NotApplicable, Unsuitable):
             return 0.0
@@ -234,7 +231,7 @@ class Tuner:
         if left == 0:
             return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
-        if isinstance(technique, ReducerTechnique):
+        if isinstance(technique, StepTechnique) and technique.saves_communication:
             pace = replace(pace, exposed_ms=exposed_ms(bench))
         saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
         if saving < (KEEP_ABOVE - 1) * pace.total_ms:
@@ -296,10 +293,10 @@ class Tuner:
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
         job, ranks = self._bench.job, self._bench.ranks
-        if not isinstance(technique, SizeTechnique):
+        if technique is not BATCH_SIZE:
             return same_candidates(ranks, lambda: technique.candidates(job))
         with applies_on_all(ranks):
-            now, smallest, largest = technique.sizes(job)
+            now, smallest, largest = BATCH_SIZE.sizes(job)
         try:
             with ranks.attempt():
                 found = SizeTrials(job).find(now, smallest=smallest, largest=largest)
@@ -308,7 +305,7 @@ class Tuner:
         reason = found.reason if ranks.size == 1 else f"on each rank, {found.reason}"
         if found.samples is None or found.samples == now:
             raise NothingBetter(reason)
-        return [technique.sized(job, found.samples, reason)]
+        return [BATCH_SIZE.sized(job, found.samples, reason)]
 
     def _try_all(
         self, candidates: Sequence[CandidateT], *techniques: StepTechnique
@@ -369,7 +366,7 @@ class Tuner:
         trials: list[Trial] = []
         best: tuple[Trial, LoaderCandidate, LoaderComparison] | None = None
         candidates = self._loaders_to_try(technique)
-        is_sparing = isinstance(technique, SparingTechnique) and technique.spares(bench.job)
+        is_sparing = technique.spares(bench.job)
         suffices = spares if is_sparing else earns
         for candidate in candidates:
             if bench.budget.left == 0 and (trials or not self._may_replace_race(technique)):
@@ -402,7 +399,7 @@ class Tuner:
 
 
 def _why_nothing_to_save(technique: Measured, pace: Pace) -> str:
-    if isinstance(technique, ReducerTechnique):
+    if isinstance(technique, StepTechnique) and technique.saves_communication:
         return f"averaging gradients adds {pace.exposed_ms or 0:.2f} ms to a step of {pace.step_ms:.1f} ms"
     if isinstance(technique, StepTechnique) and pace.cpu_ms is not None:
         return f"computation takes {pace.cpu_ms:.2f} ms of the {pace.total_ms:.1f} ms of a batch: too little to save"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flatout.distributed.agreement import Agreement
-from flatout.techniques import Candidate, ResizingCandidate, StepTechnique
+from flatout.techniques import Candidate, StepTechnique
 from flatout.tuning.bench import Bench
 from flatout.tuning.equivalence import (
     FEWEST_UPDATES,
@@ -50,12 +50,7 @@ class Verification:
 
 def is_verified(candidate: Candidate, techniques: Sequence[StepTechnique]) -> bool:
     """Return True if a candidate's numerics are compared. Steps with another number of samples have other outputs."""
-    return any(technique.is_verified for technique in techniques) and scale_of(candidate) == 1.0
-
-
-def scale_of(candidate: Candidate) -> float:
-    """Return the samples of a step with a candidate, relative to a step without."""
-    return candidate.scale if isinstance(candidate, ResizingCandidate) else 1.0
+    return any(technique.is_verified for technique in techniques) and candidate.scale == 1.0
 
 
 def verify(
