@@ -8,7 +8,7 @@ from flatout.core import formatting
 from flatout.optim.fuse import FUSABLE
 from flatout.profile.shown_profile import Profile, ms
 from flatout.report.model import Row
-from flatout.report.remedies import ARGUMENTS, untried
+from flatout.report.remedies import untried
 
 _WORTH = 0.05
 """Smallest share of a step that advice mentions."""
@@ -88,7 +88,7 @@ def _sentence(profile: Profile, rows: Sequence[Row], limit: str, cost: float) ->
         techniques = tuple(name for name in techniques if name != "channels_last")
     lines = [_LINES[name] for name in techniques if name in _LINES]
     if rows:
-        lines = untried(rows, [name for name in techniques if name in ARGUMENTS])
+        lines = untried(rows, techniques)
     sentence = text.format(
         cost=f"{formatting.share(cost / profile.seconds)} of a step ({ms(cost)})",
         update=f"{ms(profile.phases['update'])} of a step",
