@@ -93,7 +93,7 @@ from torch.utils import collect_env
 from flatout.cli import diagnosis, main, rank_checks
 if os.environ["RANK"] == "0":
     def slowly():  # so that rank 1 ends before
-        time.sleep(1)
+        time.sleep(4)
         raise OSError("no pip")
     collect_env.get_env_info = slowly
 else:
