@@ -93,7 +93,7 @@ from torch.utils import collect_env
 from flatout.cli import diagnosis, main, rank_checks
 if os.environ["RANK"] == "0":
     def slowly():  # so that rank 1 ends before
-        time.sleep(3)
+        time.sleep(4)
         raise OSError("no pip")
     collect_env.get_env_info = slowly
 else:
@@ -107,7 +107,7 @@ sys.exit(main(["doctor", "--json"]))
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("fails",)], ids=["healthy", "fails"])
 def test_rank_0_shows_the_findings_of_all_ranks(arguments: tuple[str, ...]) -> None:
-    ended = torchrun(SCRIPT, *arguments)
+    ended = torchrun(SCRIPT, *arguments, limit=180.0)
     record = json.loads("\n".join(ended.out))
     findings = {finding["name"]: finding for finding in record["findings"]}
     assert {"ranks", "torch", "all-reduce", "torch.compile", "/dev/shm"} <= findings.keys()
