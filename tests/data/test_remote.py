@@ -225,9 +225,13 @@ def test_a_death_is_raised_after_the_batches_that_others_still_load():
     iterator = iter(CopyingPrefetcher(loader, "cpu"))
     batches, seen = iterator._epoch._batches, [int(next(iterator)), int(next(iterator))]
     assert eventually(lambda: len(iterator._queue) + batches._data_queue.qsize() == 2)
-    seen.append(int(next(iterator)))  # batch 3 is copied ahead, and its worker begins with batch 5
-    assert eventually(lambda: not batches._workers[1].is_alive())
     seen.append(int(next(iterator)))
+    is_ahead = bool(iterator._queue)  # batch 3 is copied ahead, unless the pipe of its worker was slow
+    if not is_ahead:
+        seen.append(int(next(iterator)))
+    assert eventually(lambda: not batches._workers[1].is_alive())  # it has begun with batch 5
+    if is_ahead:
+        seen.append(int(next(iterator)))
     assert not iterator._queue
     gate.set()
     assert eventually(lambda: batches._data_queue.qsize() == 1)
