@@ -173,15 +173,15 @@ std::vector<AtStep<Rule>> rules_of(const Config& config, const std::vector<FlatT
   std::vector<AtStep<Rule>> rules;
   rules.reserve(tensors.size());
   double power[kPowers] = {};
+  AtStep<Rule> last{};
   for (const FlatTensor& tensor : tensors) {
     const double step = next_step(tensor);
     const auto count = static_cast<uint32_t>(step);
-    const bool same = !rules.empty() && rules.back().step == count;
+    const bool same = !rules.empty() && last.step == count;
     for (uint32_t which = 0; !same && which < kPowers; ++which) power[which] = config.power(which, step);
-    rules.push_back(same && rules.back().group == tensor.group
-                        ? rules.back()
-                        : AtStep<Rule>{config.template at<Rule>(config.group[tensor.group], step, power),
-                                       count, tensor.group});
+    if (!same || last.group != tensor.group)
+      last = {config.template at<Rule>(config.group[tensor.group], step, power), count, tensor.group};
+    rules.push_back(last);
   }
   return rules;
 }
