@@ -35,9 +35,8 @@ import pytest
 from support.scale import scaled
 
 from flatout.core.machine import usable_cores
-from flatout.tuning.block import Block
-from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
-from flatout.tuning.statistics import fixed_gain
+from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor, fixed_gain
+from flatout.tuning.timing import Block
 from flatout.tuning.trial import KEEP_ABOVE, measure_pairs
 from tests.noise.combinations import Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine

@@ -17,8 +17,7 @@ from flatout.argument_types import check_types
 from flatout.core.reproducible import check_seed
 from flatout.plan import Plan
 from flatout.training.learning_rate import LR_RULES
-from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned
-from flatout.tuning.precisions import precision_of
+from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned, precision_of
 from flatout.tuning.ranks import PARALLEL
 from flatout.tuning.request import Request
 

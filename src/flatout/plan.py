@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from flatout.core.batches import objects_of, sizes_of, tensors_of
+from flatout.core.cache_folder import is_special
 from flatout.core.described import Described
-from flatout.core.files import is_special
 from flatout.core.formatting import first_line
 from flatout.core.machine import usable_cores
 from flatout.techniques import REGISTRY, Measured

@@ -14,8 +14,7 @@ from flatout import unpacked
 from flatout.core.batches import to_device
 from flatout.core.breaks import Breaks
 from flatout.core.described import Described
-from flatout.core.progress_setting import wants_progress
-from flatout.core.standard_error import say
+from flatout.core.standard_error import say, wants_progress
 from flatout.core.toggle import Toggle
 from flatout.data.loaders import check_reiterable
 from flatout.distributed.agreement import OwnError, RankFailure

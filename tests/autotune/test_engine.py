@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.autotune import module_tuning
-from flatout.autotune.allowance import FIRST_SECONDS, SHARE
+from flatout.autotune.allowance import FIRST_SECONDS, SHARE, Options
 from flatout.autotune.engine import Engine
-from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.optim.native_step import NativeStep
 from flatout.report.model import Gain, Row

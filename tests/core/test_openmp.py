@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from flatout.core.openmp import serial
+from flatout.core.torch_state import serial
 
 pytestmark = pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch was built without OpenMP")
 

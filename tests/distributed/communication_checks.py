@@ -16,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.functional import cross_entropy
 
 import flatout
-from flatout.distributed.gradient_sync import GradientSync
-from flatout.distributed.reducer import ReducerOptions
+from flatout.distributed.gradient_sync import GradientSync, ReducerOptions
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.timing import timed_block
 from tests.distributed.data_parallel_checks import (

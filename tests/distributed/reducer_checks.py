@@ -21,9 +21,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.distributed.agreement import GroupAgreement, RankFailure
-from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.gradient_sync import GradientSync, ReducerOptions
 from flatout.distributed.process_group import control_group
-from flatout.distributed.reducer import ReducerOptions
 from flatout.distributed.step_clock import StepClock
 from flatout.techniques.data_parallel import Replicas
 from flatout.training.job import Job

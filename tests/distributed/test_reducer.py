@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flatout.distributed.reducer import ReducerOptions
+from flatout.distributed.gradient_sync import ReducerOptions
 from tests.distributed import reducer_checks as checks
 from tests.ranks import RankPool
 

@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory freed under a reader",
-        "src/flatout/core/streams.py",
+        "src/flatout/core/torch_state.py",
         "                tensor.record_stream(stream)\n",
         "                pass\n",
         MEMORY,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flatout.autotune import allowance, module_tuning
+from flatout.autotune.allowance import Options
 from flatout.autotune.door import Auto
-from flatout.autotune.options import Options
 from flatout.integrations import framework_tuning
 from tests.integrations.harness import replaced_functions
 

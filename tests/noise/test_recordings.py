@@ -11,8 +11,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from flatout.tuning.block import Block, Statistic
 from flatout.tuning.noise import Noise, Pair, difference
+from flatout.tuning.timing import Block, Statistic
 from flatout.tuning.trial import PairedTrial
 from tests.noise.record import BUSY, STEPS
 from tests.noise.simulator import SCENARIOS, Machine, needs_compiler

@@ -17,9 +17,9 @@ from flatout.tuning.bench import (
     NOISE_SHARE,
     STRETCH_SECONDS,
 )
-from flatout.tuning.block import Block
 from flatout.tuning.noise import Noise, Pair, difference
 from flatout.tuning.sequence import NoiseFloor
+from flatout.tuning.timing import Block
 from flatout.tuning.trial import MOST_PAIRS, PairedTrial, measure_pairs
 from tests.noise.simulator import Machine, Scenario
 

@@ -24,10 +24,10 @@ from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
-from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
 from flatout.tuning.choices import Choices
 from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning.timing import Block
 from flatout.tuning.trial import Measure
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons

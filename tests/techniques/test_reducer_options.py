@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from flatout.distributed.agreement import Agreement
-from flatout.distributed.reducer import ReducerOptions
+from flatout.distributed.gradient_sync import ReducerOptions
 from flatout.techniques.base import NothingBetter
 from flatout.training.job import Job
 from tests.jobs import job_of

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.tuning.block import Block
 from flatout.tuning.noise import Noise
 from flatout.tuning.sequence import NoiseFloor
+from flatout.tuning.timing import Block
 from flatout.tuning.trial import DROP_BELOW, FEWEST_UNDECIDED, KEEP_ABOVE, MOST_PAIRS, PairedTrial
 from tests.clock import Clock
 from tests.noise.simulator import SCENARIOS, needs_compiler

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.observe import Observer
-from flatout.autotune.allowance import Allowance
+from flatout.autotune.allowance import Allowance, Options
 from flatout.autotune.engine import Engine
-from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainProgram

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from flatout.core import gradients
-from flatout.core.uncompiled import uncompiled
-from flatout.optim.loss_scale import LossScale, inverse
+from flatout.core.torch_state import uncompiled
 from flatout.optim.native_step import NativeStep
-from flatout.optim.update import apply, spoils_buffers, update
+from flatout.optim.update import LossScale, apply, inverse, spoils_buffers, update
 
 
 class _Inputs(NamedTuple):

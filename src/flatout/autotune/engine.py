@@ -17,10 +17,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.autotune.allowance import Allowance
+from flatout.autotune.allowance import Allowance, Options
 from flatout.autotune.loaders import Drawn, Loaders
 from flatout.autotune.module_tuning import ModuleTuning
-from flatout.autotune.options import Options
 from flatout.autotune.recorded import with_gradients_of_update
 from flatout.autotune.recorder import RecordedUpdate, Recorder
 from flatout.core import formatting

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatout.arguments import validate
-from flatout.autotune.allowance import FIRST_SECONDS
+from flatout.autotune.allowance import FIRST_SECONDS, Options
 from flatout.autotune.loaders import Drawn
-from flatout.autotune.options import Options
 from flatout.autotune.recorded import RecordedStep, linearized_loss
 from flatout.core import formatting
 from flatout.core.held import held, hold, release

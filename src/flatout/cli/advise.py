@@ -11,9 +11,7 @@ from rich.console import Console
 
 from flatout.advise.advice import Advice
 from flatout.advise.session import AdviceSession
-from flatout.cli.command import Command
-from flatout.cli.files import files_of, write
-from flatout.cli.program import add_program, program_of
+from flatout.cli.command import Command, add_program, files_of, program_of, write
 from flatout.cli.run import add_choices, options_of
 
 DESCRIPTION = """\

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.bench_cases import BENCHMARKS, Case
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import files_of, write
+from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
 from flatout.report.environment import environment_of
 from flatout.testing import PairedRace

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import files_of, write
+from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.report.comparison import Comparison, compare
 
 DESCRIPTION = """\

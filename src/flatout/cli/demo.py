@@ -21,8 +21,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import files_of, write
+from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
 
 DESCRIPTION = """\

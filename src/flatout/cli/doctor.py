@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils import collect_env
 
-from flatout.cli.command import Command, CommandError
+from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.cli.diagnosis import Finding, Verdict, examine
-from flatout.cli.files import files_of, write
 from flatout.cli.rank_checks import examine_ranks
 from flatout.core.formatting import first_line, visible
 from flatout.distributed import process_group

@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import checked
+from flatout.cli.command import Command, CommandError, checked
 from flatout.core.formatting import size_of, visible
 from flatout.monitor import JsonLines, Sample, Sampler
 from flatout.monitor.sampler import Writer

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import files_of, write
-from flatout.cli.program import add_program, program_of
+from flatout.cli.command import Command, CommandError, add_program, files_of, program_of, write
 from flatout.core.formatting import clean
 from flatout.profile.record import SEARCHED_STEPS, ProfileRecording
 from flatout.profile.script import Ended, run_course

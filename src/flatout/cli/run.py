@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.arguments import budget_of
+from flatout.autotune.allowance import Options
 from flatout.autotune.engine import Engine
-from flatout.autotune.options import Options
 from flatout.autotune.script_report import ScriptReport
-from flatout.cli.command import Command, CommandError
-from flatout.cli.files import files_of, write
-from flatout.cli.program import add_program, program_of
+from flatout.cli.command import Command, CommandError, add_program, files_of, program_of, write
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
 from flatout.plan import CACHED, Plan
-from flatout.tuning.choices import FORBIDDABLE
-from flatout.tuning.precisions import precision_of
+from flatout.tuning.choices import FORBIDDABLE, precision_of
 from flatout.tuning.ranks import is_first_rank
 
 DESCRIPTION = """\

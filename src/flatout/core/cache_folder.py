@@ -68,3 +68,12 @@ def write_own(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def is_special(path: str | Path) -> bool:
+    """Return True if ``path`` exists and is not a regular file.
+
+    To open a FIFO can block, and to read a device can take forever.
+    """
+    path = Path(path)
+    return path.exists() and not path.is_file()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flatout import native
 from flatout.core import dtensor
 from flatout.core.dtensor import PLAIN, Ranks
-from flatout.core.uncompiled import uncompiled
+from flatout.core.torch_state import uncompiled
 
 _ops = torch.ops.flatout
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))

@@ -7,7 +7,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,6 @@ from flatout.core.gradients import trained_parameters
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
 from flatout.distributed.process_group import gradient_group
-from flatout.distributed.reducer import ReducerOptions
 from flatout.distributed.step_clock import StepClock
 
 T = TypeVar("T")
@@ -368,3 +367,22 @@ def _chunks(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Options of DDP's reducer. A change of an option requires a new DDP.
+
+    Attributes:
+        bucket_bytes: bytes of gradients that one all-reduce averages. None means 1 MiB for the first bucket of a
+            backward, and 25 MiB for the others.
+        gradient_as_bucket_view: True if gradients are views of the buckets, so that DDP need not copy them.
+        static_graph: True if every step uses the parameters of the first step, so that DDP need not search the graph
+            for unused parameters.
+        is_compressed: True if all-reduces average gradients in bfloat16.
+    """
+
+    bucket_bytes: int | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    is_compressed: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from flatout.core import gradients
 from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.step_hooks import unhooked_step
-from flatout.core.uncompiled import uncompiled
+from flatout.core.torch_state import uncompiled
 from flatout.optim import options
 from flatout.optim.atomic_update import AtomicUpdate, PartialUpdateError
 from flatout.optim.bucket import Bucket, Kind, is_capturing, keep_moment

@@ -10,9 +10,8 @@ from torch import Tensor
 from flatout.core import gradients
 from flatout.core.dtensor import Ranks
 from flatout.core.step_hooks import has_users_pre_hooks, is_patched, unhooked_step
-from flatout.core.uncompiled import uncompiled
+from flatout.core.torch_state import uncompiled
 from flatout.optim.bucket import Bucket
-from flatout.optim.loss_scale import LossScale, inverse
 from flatout.optim.native_step import NativeStep
 
 _ops = torch.ops.flatout
@@ -198,3 +197,30 @@ def _step_with(optimizer: torch.optim.Optimizer, **handed: Any) -> None:
     finally:
         for name in handed:
             optimizer.__dict__.pop(name, None)
+
+
+class LossScale(NamedTuple):
+    """Loss scale on a device, the rule for its next value, and memory for the next value, in the operator's order.
+
+    ``torch._amp_update_scale_`` defines the rule. Each tensor has one element.
+    """
+
+    scale: Tensor
+    """float32."""
+    growth_tracker: Tensor
+    """Updates without inf or NaN since the last change of the scale; int32."""
+    next_scale: Tensor
+    """Receives the next scale; float32."""
+    next_growth_tracker: Tensor
+    """Receives the next ``growth_tracker``; int32."""
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return the reciprocal of a scale in float32.
+
+    The division is in float64, as in torch, because float32 division is imprecise with some compilers.
+    """
+    return scale.double().reciprocal().float()

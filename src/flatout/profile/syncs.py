@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.core.sync_debug import sync_debug_mode
+from flatout.core.torch_state import sync_debug_mode
 from flatout.profile.places import is_users, of_frame, outwards, short
 from flatout.profile.profile_data import Phase
 

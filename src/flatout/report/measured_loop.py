@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from flatout.core.files import is_special
+from flatout.core.cache_folder import is_special
 from flatout.core.formatting import first_line
 from flatout.report import serialize
 from flatout.report.estimates import DISTURBED_START_SPREAD, START_SPREAD, Estimate

@@ -11,8 +11,7 @@ import torch
 
 from flatout.core.errors import Unsuitable
 from flatout.core.random_state import RandomState
-from flatout.core.streams import share_with
-from flatout.core.sync_debug import sync_debug_mode
+from flatout.core.torch_state import share_with, sync_debug_mode
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from rich.table import Column
 from torch import Tensor
 
 from flatout.core.formatting import visible
-from flatout.core.progress_setting import can_replace_lines, wants_progress
+from flatout.core.standard_error import can_replace_lines, wants_progress
 from flatout.mfu import MfuCounter
 from flatout.training.logged_metrics import Logs
 

@@ -19,7 +19,6 @@ from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
-from flatout.tuning.block import Block
 from flatout.tuning.budget import Budget
 from flatout.tuning.equivalence import Observed
 from flatout.tuning.ledger import Decision, Ledger
@@ -28,7 +27,7 @@ from flatout.tuning.loader_timer import LoaderTimer, workers_and_queue
 from flatout.tuning.noise import Noise, Pair, pairs_of
 from flatout.tuning.progress import Progress
 from flatout.tuning.step_memory import step_memory
-from flatout.tuning.timing import seconds, timed_block
+from flatout.tuning.timing import Block, seconds, timed_block
 from flatout.tuning.trial import FEWEST_UNDECIDED, Measure, PairedTrial
 
 TRIAL_SECONDS = 4.0

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from flatout.report.model import Gain, Trial
 from flatout.techniques import Candidate, StepTechnique
 from flatout.tuning.bench import Bench
-from flatout.tuning.block import Block
 from flatout.tuning.factorial import LATE, Factorial
 from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import Pair, difference
+from flatout.tuning.timing import Block
 
 MOST_PAIRS = 100
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from flatout.training.stepper import PhaseOf, as_range
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
-from flatout.tuning.block import Block
-from flatout.tuning.timing import timed_block
+from flatout.tuning.timing import Block, timed_block
 
 if TYPE_CHECKING:
     from flatout.training.job import Job

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 
-from flatout.core.progress_setting import can_replace_lines, wants_progress
+from flatout.core.standard_error import can_replace_lines, wants_progress
 from flatout.report.terminal import say
 
 _ERASE = "\r\x1b[2K"

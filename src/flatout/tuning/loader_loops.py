@@ -9,10 +9,10 @@ from typing import Any
 
 from flatout.report.model import Gain, Pace
 from flatout.techniques import Candidate
-from flatout.tuning.block import Block
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.progress import Progress
 from flatout.tuning.sequence import NoiseFloor
+from flatout.tuning.timing import Block
 
 IDLE_BELOW = 0.1
 """Share of a core below which making batches counts as waiting, for a disk or a network."""

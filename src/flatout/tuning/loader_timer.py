@@ -13,8 +13,7 @@ from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 from flatout.data.loader_class import base_of
 from flatout.report.model import Pace
 from flatout.training.job import Job
-from flatout.tuning.block import Block
-from flatout.tuning.timing import synchronize
+from flatout.tuning.timing import Block, synchronize
 
 PREFETCHED = 2
 """Number of batches that a Prefetcher or an InMemoryLoader holds in advance."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.report.model import Statistic
-from flatout.tuning.block import Block
 from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor
+from flatout.tuning.timing import Block
 
 MUCH_QUIETER = 0.8
 """Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""

@@ -22,8 +22,8 @@ from flatout.tuning.ledger import Decision
 from flatout.tuning.lockstep import applies_on_all
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.session import Session
-from flatout.tuning.settling import refresh
 from flatout.tuning.trial import KEEP_ABOVE
+from flatout.tuning.trial_runner import refresh
 
 ADVICE_SHARE = 0.05
 """Share of the budget that advice may take after all trials, because advice is cheap."""

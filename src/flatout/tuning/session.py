@@ -47,7 +47,7 @@ from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
 from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart, why_not_measured
 from flatout.tuning.request import Request
-from flatout.tuning.settling import settle
+from flatout.tuning.trial_runner import settle
 from flatout.tuning.tuner import Tuner
 
 EARLIER = "in an earlier start: "

@@ -11,9 +11,9 @@ from typing import Literal
 
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
-from flatout.tuning.block import Block
 from flatout.tuning.noise import Noise, Pair, difference
 from flatout.tuning.sequence import GainSequence
+from flatout.tuning.timing import Block
 
 KEEP_ABOVE = 1.01
 """Speed above which a candidate is kept. Effects of memory layout of up to 1 % do not last until the next start."""

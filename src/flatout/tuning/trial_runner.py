@@ -23,12 +23,11 @@ from flatout.techniques import (
 )
 from flatout.tuning.acceptance import HOPELESS, saves_bytes
 from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
-from flatout.tuning.block import Block
 from flatout.tuning.loader_loops import LoaderComparison
 from flatout.tuning.loader_timer import LoaderTimer
 from flatout.tuning.lockstep import failure_of
 from flatout.tuning.noise import Pair
-from flatout.tuning.timing import seconds
+from flatout.tuning.timing import Block, seconds
 from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
 from flatout.tuning.verification import is_verified, verify
 
@@ -251,3 +250,56 @@ def _first_pair(bench: Bench, candidate: Candidate) -> Pair:
         for i in range(candidate.steps_to_record * batches):
             bench.update(i)
         return old, block(0)
+
+
+def settle(bench: Bench) -> None:
+    """Choose where gradients are kept, and run steps.
+
+    DDP learns in these steps the order of the gradients, and whether some gradients are missing. With more than two
+    ranks, the order changes the rounding of sums. Without these steps, a resumed training would therefore differ in its
+    first update. Out-of-memory errors are ignored, because later stages find parts of batches that fit.
+    """
+    job, sync = bench.job, bench.job.stepper.sync
+    if sync is None:
+        return
+    # Gradients in the buckets save a copy of each gradient. A user's own loop may keep gradients longer than a step.
+    sync.options = replace(sync.options, gradient_as_bucket_view=not job.why_no_step)
+    try:
+        with bench.ranks.attempt():
+            for _ in range(max(1, job.stepper.steps_to_settle - 1)):  # the next step begins with the new buckets
+                job.stepper.step(job.data.batches[0])
+    except RuntimeError as error:
+        if not (sync.allow_unused(error) or ran_out_of_memory(error)):
+            raise
+    bench.rewind()
+
+
+def refresh(bench: Bench) -> None:
+    """Make a new DDP if the decisions have changed its options or the memory format, and settle it."""
+    stepper = bench.job.stepper
+    if stepper.sync is not None and (stepper.sync.refresh() or stepper.steps_to_settle > 1):
+        settle(bench)
+
+
+def warm_up_forced(bench: Bench, candidate: Candidate) -> None:
+    """Run a batch of each shape with a forced candidate.
+
+    Raises:
+        Unsuitable: steps fail with the candidate, or the candidate has fallen back to plain steps.
+        Exception: steps also fail without the candidate.
+    """
+    try:
+        with bench.ranks.attempt():
+            warm_up(bench, candidate)
+    except (NotApplicable, Unsuitable):
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise Unsuitable(f"it ran out of memory: {formatting.first_line(error)}") from error
+        bench.rewind()
+        for batch in bench.job.data.batches:
+            bench.job.stepper.step(batch)
+        raise Unsuitable(formatting.first_line(error)) from error
+    failure = failure_of(bench.ranks, candidate)
+    if failure:
+        raise Unsuitable(failure)

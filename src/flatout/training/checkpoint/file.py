@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import torch
 
-from flatout.core.files import is_special
+from flatout.core.cache_folder import is_special
 from flatout.core.formatting import first_line
 from flatout.core.out_of_memory import ran_out_of_memory
 
