@@ -25,7 +25,7 @@ import torch
 from hypothesis import settings
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from flatout.core import compiled_code
+from flatout.core import torch_state
 from tests.clock import Clock, simulated_tuning
 from tests.compiler import Compiler
 from tests.process_state import put_back
@@ -130,7 +130,7 @@ def restored_after_a_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_code_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the code that earlier tests compiled as flatout's, because it is not the test's script's."""
-    monkeypatch.setattr(compiled_code, "_own", compiled_code.compiled_frames())
+    monkeypatch.setattr(torch_state, "_own", torch_state.compiled_frames())
 
 
 @pytest.fixture(autouse=True)

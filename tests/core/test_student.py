@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from flatout.core.student import T_QUANTILES, t_quantile
+from flatout.report.estimates import T_QUANTILES, t_quantile
 
 
 @pytest.mark.parametrize("freedom", range(1, len(T_QUANTILES) + 1))

@@ -8,7 +8,6 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from flatout.core.student import t_quantile
 from flatout.report import Gain
 from flatout.report.estimates import (
     DISTURBED_START_SPREAD,
@@ -19,6 +18,7 @@ from flatout.report.estimates import (
     part_verdict,
     speed_ratio,
     speed_verdict,
+    t_quantile,
 )
 
 

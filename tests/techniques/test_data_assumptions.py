@@ -14,9 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 import flatout
-from flatout.guards.order_fixed import OrderFixed
-from flatout.guards.samples_fixed import SamplesFixed
-from flatout.guards.samples_portable import SamplesPortable
+from flatout.guards import OrderFixed, SamplesFixed, SamplesPortable
 from flatout.report.model import Pace
 from tests.jobs import QUICK, Net, job_of
 from tests.reasons import reasons

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import flatout
-from flatout.core.compiled_code import compiled_frames, script_compiles
+from flatout.core.torch_state import compiled_frames, script_compiles
 from flatout.techniques import REGISTRY, StepTechnique
 from tests.clock import Clock
 from tests.jobs import only

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.errors import ran_out_of_memory
 from flatout.techniques import Candidate
 from flatout.tuning.step_memory import step_memory
 from tests.clock import Clock, TimedStep

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.core.cleanup import run_all
+from flatout.core.errors import run_all
 from flatout.core.reachable import reachable
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flatout.core.cleanup import run_all
+from flatout.core.errors import run_all
 from flatout.core.python_state import Part, parts_of
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.core.cleanup import run_all
 from flatout.core.effects import Containment, Unrepeatable
+from flatout.core.errors import run_all
 from flatout.core.foreign import StepGuard, add_data, add_foreign, copied_before_writes
 from flatout.core.installed import installed, without_modes, without_profilers
 from flatout.core.process_flags import Restorable, saved_flags

@@ -31,7 +31,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.core.openmp import serial
+from flatout.core.torch_state import serial
 
 Position = dict[str, Any]
 """Position of the next batch in an epoch, from which an order of the same samplers resumes.

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from flatout.core.kinds import check_kinds, check_number
-from flatout.core.openmp import serial
 from flatout.core.random_state import RandomState, generators_in
+from flatout.core.torch_state import serial
 from flatout.data.custom_order import Asked
 from flatout.data.draws import Draws, SharedDraws
 from flatout.data.loaders import TORCHS_SAMPLERS, unsliced

@@ -24,7 +24,7 @@ from torch import Tensor
 from flatout import native
 from flatout.core.batches import map_tensors, tensors_of
 from flatout.core.machine import copy_threads
-from flatout.core.streams import share_with
+from flatout.core.torch_state import share_with
 from flatout.native import _host
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from flatout.core.errors import ran_out_of_memory
 from flatout.core.formatting import first_line
-from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.core.standard_error import say
-from flatout.core.timers import after
 from flatout.distributed import exchange
 
 T = TypeVar("T")
@@ -413,3 +413,16 @@ class _Lost:
 
 
 _LOST = _Lost()
+
+
+@contextmanager
+def after(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Call a function on another thread if the block has not ended after ``seconds``."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
-from flatout.core.timers import after
-from flatout.distributed.agreement import LostRank, RankFailure
+from flatout.distributed.agreement import LostRank, RankFailure, after
 
 _INTERVAL = 0.5
 """Seconds from one check of the store to the next."""

@@ -17,8 +17,8 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.core.errors import ran_out_of_memory
 from flatout.core.gradients import trained_parameters
-from flatout.core.out_of_memory import ran_out_of_memory
 from flatout.distributed.agreement import Agreement, OutOfStep, RankFailure
 from flatout.distributed.process_group import gradient_group
 from flatout.distributed.step_clock import StepClock

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatout.core.out_of_memory import parameters_of, ran_out_of_memory, versions
+from flatout.core.errors import parameters_of, ran_out_of_memory, versions
 from flatout.core.step_hooks import has_users_pre_hooks, is_patched, unhooked_step
 
 _HANDED = ("grad_scale", "found_inf")

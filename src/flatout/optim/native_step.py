@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatout.core import gradients
-from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.errors import ran_out_of_memory
 from flatout.core.step_hooks import unhooked_step
 from flatout.core.torch_state import uncompiled
 from flatout.optim import options

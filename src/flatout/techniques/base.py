@@ -23,8 +23,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from flatout.core.compiled_code import recompilation_seconds
 from flatout.core.errors import Unsuitable
+from flatout.core.torch_state import recompilation_seconds
 from flatout.guards import Guard
 from flatout.report.model import Row, Status
 from flatout.techniques.calls import has_compiled_code

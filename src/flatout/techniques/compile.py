@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from flatout.core.breaks import Breaks
-from flatout.core.compiled_code import COLD_COMPILE_SECONDS, compiled_frames, count_as_own
+from flatout.core.torch_state import COLD_COMPILE_SECONDS, compiled_frames, count_as_own
 from flatout.guards import FirstOrder, HostRandom, PythonState
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique

@@ -24,7 +24,7 @@ from flatout.data import (
 from flatout.data.in_memory_loader import why_not_collated
 from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.data.workers_watch import check_epochs
-from flatout.guards.samples_fixed import SamplesFixed
+from flatout.guards import SamplesFixed
 from flatout.techniques.base import LoaderTechnique, NotApplicable
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.candidate import LoaderCandidate

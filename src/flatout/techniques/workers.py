@@ -16,9 +16,7 @@ from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.seeding import is_seeded, with_workers
 from flatout.data.tuning import SECONDS
 from flatout.data.workers_watch import watch_workers
-from flatout.guards.order_fixed import OrderFixed
-from flatout.guards.samples_portable import SamplesPortable
-from flatout.guards.samples_steady import SamplesSteady
+from flatout.guards import OrderFixed, SamplesPortable, SamplesSteady
 from flatout.techniques.base import Effect, LoaderTechnique, NotApplicable, NothingBetter
 from flatout.techniques.candidate import LoaderCandidate
 

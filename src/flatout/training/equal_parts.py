@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from flatout.core.batches import thinned
 from flatout.core.effects import Containment
+from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory
 from flatout.core.foreign import add_data
 from flatout.core.instance_class import as_written
-from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
 from flatout.training.micro_batches import Buffers, Part

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
-from flatout.core.out_of_memory import ran_out_of_memory
+from flatout.core.errors import ran_out_of_memory
 from flatout.core.python_state import parts_of
 from flatout.core.random_state import RandomState
 from flatout.core.reachable import reachable

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatout.core.errors import parameters_of
 from flatout.core.kinds import check_kinds, check_number
-from flatout.core.out_of_memory import parameters_of
 from flatout.training.spec import Spec
 from flatout.training.stepper import Stepper
 

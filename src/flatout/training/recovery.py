@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, split
-from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes, versions
+from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory, state_bytes, versions
 from flatout.training.autocast import autocast_dtype
 from flatout.training.equal_parts import STATEMENT, why_parts_differ
 from flatout.training.micro_batches import Part, part_sizes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.amp import GradScaler
-from flatout.core.out_of_memory import parameters_of, ran_out_of_memory
+from flatout.core.errors import parameters_of, ran_out_of_memory
 from flatout.mfu.ranges import nvtx_range
 from flatout.optim import update
 from flatout.optim.atomic_update import AtomicUpdate

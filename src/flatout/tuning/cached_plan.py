@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from flatout.core import formatting
-from flatout.core.errors import Unsuitable
-from flatout.core.out_of_memory import free_memory
+from flatout.core.errors import Unsuitable, free_memory
 from flatout.plan import CACHED, Plan
 from flatout.report.model import Row, Status
 from flatout.techniques import REGISTRY, LoaderTechnique, Measured, NotApplicable, StepTechnique

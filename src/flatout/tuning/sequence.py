@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from flatout.core.student import t_quantile
+from flatout.report.estimates import t_quantile
 from flatout.report.model import Gain
 
 LEVEL = 0.05

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from flatout import mfu
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
-from flatout.core.cleanup import add_note, run_all
+from flatout.core.errors import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
 from flatout.core.reproducible import is_reproducible
 from flatout.core.saved import Saved

@@ -9,8 +9,8 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, tensors_within
+from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.core.machine import available_memory, local_ranks
-from flatout.core.out_of_memory import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.distributed.process_group import group_size
 from flatout.techniques.batch_size import BatchCandidate, largest_batch
 from flatout.training.micro_batches import part_sizes

@@ -11,8 +11,7 @@ from typing import Any
 
 from flatout.core import formatting
 from flatout.core.batches import sizes_of, tensors_within
-from flatout.core.errors import Unsuitable
-from flatout.core.out_of_memory import free_memory, ran_out_of_memory
+from flatout.core.errors import Unsuitable, free_memory, ran_out_of_memory
 from flatout.report.model import Trial
 from flatout.techniques import (
     Candidate,

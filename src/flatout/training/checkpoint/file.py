@@ -12,8 +12,8 @@ from typing import IO, Any
 import torch
 
 from flatout.core.cache_folder import is_special
+from flatout.core.errors import ran_out_of_memory
 from flatout.core.formatting import first_line
-from flatout.core.out_of_memory import ran_out_of_memory
 
 _NAME, _VERSION = b"flatout", 1
 _HEAD = struct.Struct("<7sBQ")
