@@ -20,7 +20,7 @@ from flatout.data.loaders import LoaderPosition
 from flatout.distributed.agreement import OwnError
 from flatout.plan import Plan
 from flatout.training import checkpoint, job_state
-from flatout.training.checkpoint.copies import mapped
+from flatout.training.checkpoint.writer import mapped
 from flatout.training.fit import Fitted
 from flatout.training.job import Job
 from flatout.training.loader import TrainingLoader

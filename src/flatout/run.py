@@ -30,12 +30,11 @@ from flatout.training.attachments import Attachment, attach, attached_to, detach
 from flatout.training.device_verdict import judged, tensor_watch
 from flatout.training.evaluation_loop import Evaluation, Metric
 from flatout.training.export import export, export_weights
-from flatout.training.fit import Fitted, Keeper, fit
+from flatout.training.fit import EpochProgress, Fitted, Keeper, fit
 from flatout.training.job import Job
 from flatout.training.learning_rate import steps_of
 from flatout.training.loader import TrainingLoader
 from flatout.training.logged_metrics import Logs
-from flatout.training.progress_bar import EpochProgress
 from flatout.training.recovery import Recovery
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.cli import bench, bench_cases, main
+from flatout.cli import bench, main
 from flatout.testing import FEWEST_PAIRS
 from tests.clock import simulated_time
 
@@ -21,8 +21,8 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace the benchmarks by one whose second side takes half the simulated time."""
     with simulated_time() as clock:
 
-        def halved(device: torch.device, budget: float) -> Iterator[bench_cases.Case]:
-            yield bench_cases.Case(
+        def halved(device: torch.device, budget: float) -> Iterator[bench.Case]:
+            yield bench.Case(
                 "work", "a peer", lambda: clock.advance(0.2), lambda: clock.advance(0.1), "in use: nothing"
             )
 
@@ -54,7 +54,7 @@ def test_an_unknown_benchmark_is_an_error_with_the_names(capsys: pytest.CaptureF
 
 
 def test_both_updates_give_the_same_parameters() -> None:
-    (case,) = bench_cases.update(CPU, 0.0)
+    (case,) = bench.update(CPU, 0.0)
     before, after = (_parameters(side) for side in (case.before, case.after))
     start = [p.detach().clone() for p in before]
     for _ in range(3):
@@ -72,13 +72,13 @@ def _parameters(side: Callable[[], object]) -> list[torch.nn.Parameter]:
 
 
 def test_both_loaders_give_each_image_once() -> None:
-    for case in bench_cases.data(CPU, 0.0):
+    for case in bench.data(CPU, 0.0):
         assert case.before() == case.after() == -(-50_000 // 256)
 
 
 @pytest.mark.slow
 def test_a_training_runs_on_both_sides() -> None:
-    for case in bench_cases.step(CPU, 1.0):
+    for case in bench.step(CPU, 1.0):
         case.before()
         case.after()
         assert case.note
@@ -87,9 +87,9 @@ def test_a_training_runs_on_both_sides() -> None:
 def test_each_side_keeps_its_flags() -> None:
     threads = torch.get_num_threads()
     seen = []
-    one = bench_cases.WithOwnFlags(lambda: seen.append(torch.get_num_threads()))
+    one = bench.WithOwnFlags(lambda: seen.append(torch.get_num_threads()))
     torch.set_num_threads(threads + 1)
-    other = bench_cases.WithOwnFlags(lambda: seen.append(torch.get_num_threads()))
+    other = bench.WithOwnFlags(lambda: seen.append(torch.get_num_threads()))
     one()
     other()
     torch.set_num_threads(threads)

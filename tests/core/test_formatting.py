@@ -18,9 +18,9 @@ from flatout.cli import doctor, main
 from flatout.cli.diagnosis import Finding
 from flatout.core import formatting
 from flatout.mfu import MfuCounter
-from flatout.mfu.reading import Reading
+from flatout.mfu.timers import Reading
 from flatout.report import Summary
-from flatout.training.progress_bar import EpochProgress
+from flatout.training.fit import EpochProgress
 from tests.report.report_sample import sample
 
 

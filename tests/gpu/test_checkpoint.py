@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import flatout
 from flatout.training.checkpoint import read, write
-from flatout.training.checkpoint.copies import HostCopies
+from flatout.training.checkpoint.writer import HostCopies
 from tests.training.checkpoint.test_file import equal
 
 

@@ -547,7 +547,7 @@ def test_factorisations_and_sparse_products_are_named():
      ("torchvision", "nms", False)],
 )  # fmt: skip
 def test_operators_that_need_no_formula(namespace, name, cheap):
-    from flatout.mfu.formulas import is_cheap
+    from flatout.mfu.cost import is_cheap
 
     class Operator:
         """Operator with the attributes that the check reads, because not every torch has each operator."""
@@ -640,7 +640,7 @@ def test_fake_tensors(inside):
 
 def test_varied_lengths_and_windows_of_packed_attention():
     """The kernels of SDPA run on CUDA only, but their formulas run on any device."""
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     query, key = torch.empty(9, 4, 8), torch.empty(12, 2, 8)
     offsets_q, offsets_k = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -663,7 +663,7 @@ def test_varied_lengths_and_windows_of_packed_attention():
 
 
 def test_flash_attention_on_cuda_aligns_causal_masks_at_the_last_key():
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     query, key = torch.empty(2, 4, 3, 8), torch.empty(2, 4, 5, 8)
     args = (query, key, key, 0.0, True)
@@ -677,14 +677,14 @@ def test_flash_attention_on_cuda_aligns_causal_masks_at_the_last_key():
      ((2, 9), (9, 5), 2 * 9 * 5)],
 )  # fmt: skip
 def test_grouped_products(a, b, multiply_adds):
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     args = (torch.empty(a), torch.empty(b))
     assert cost_of(torch.ops.aten._grouped_mm.default, args, {}, None).needed == 2 * multiply_adds
 
 
 def test_products_of_packed_4_bit_floats():
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     a, b = (torch.empty(size, dtype=torch.float4_e2m1fn_x2, device="meta") for size in ((6, 8), (8, 10)))
     args = (a, b, None, None)
@@ -693,7 +693,7 @@ def test_products_of_packed_4_bit_floats():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_cudnn_attention_has_a_layout_of_its_own(packed):
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32) if packed else None
     query = torch.empty(9, 3, 8) if packed else torch.empty(2, 3, 5, 8)
@@ -705,7 +705,7 @@ def test_cudnn_attention_has_a_layout_of_its_own(packed):
 
 @pytest.mark.parametrize("projected", [0, 3])
 def test_recurrent_layers_of_cudnn(projected):
-    from flatout.mfu.formulas import cost_of
+    from flatout.mfu.cost import cost_of
 
     model, x = nn.LSTM(5, 6, 2, bidirectional=True, proj_size=projected), torch.empty(7, 3, 5)
     forward = count_flops(model, x, backward=False).total

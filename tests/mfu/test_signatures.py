@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import flatout
 from flatout.core.batches import tensors_of
-from flatout.mfu import FlopCount, FlopNode, signatures
-from flatout.mfu.signatures import CountedWork
+from flatout.mfu import FlopCount, FlopNode, flop_count
+from flatout.mfu.flop_count import CountedWork
 from flatout.native._host import signature
 from tests.clock import Clock, simulated_time
 
@@ -227,7 +227,7 @@ def test_the_number_of_signatures_is_bounded(clock: Clock) -> None:
     for size in range(1, 400):
         clock.advance(1000.0)
         work(torch.ones(size))
-    assert len(counting.counted) == len(work.counts) == signatures.MOST
+    assert len(counting.counted) == len(work.counts) == flop_count.MOST
     assert work(torch.ones(1)).flops is not None
     assert work(torch.ones(399)) == (399, 0, None)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.profile.places import is_users, of_frame, short
+from flatout.profile.syncs import is_users, of_frame, short
 from tests.profile.conftest import Program
 
 

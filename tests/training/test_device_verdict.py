@@ -17,7 +17,7 @@ from torch import nn
 
 import flatout
 from flatout.mfu import MfuCounter, Phases, TensorCores, peaks
-from flatout.mfu.signatures import CountedWork
+from flatout.mfu.flop_count import CountedWork
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, judge
 from flatout.report import Row, Status
 from flatout.report.remedies import argument_of, untried

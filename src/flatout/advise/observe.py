@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.autotune.recorded import RecordedCall
 from flatout.core.batches import tensors_of
-from flatout.profile.places import is_users, outwards
-from flatout.profile.syncs import replaced
+from flatout.profile.syncs import is_users, outwards, replaced
 
 _PASSES_ON = ("torch/", "flatout/profile/", "flatout/autotune/recorder.py", "flatout/autotune/loaders.py")
 """Files whose functions may lie between a call of the user's code and its observation."""

@@ -6,9 +6,9 @@ attributes, containers, closures, globals and arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from flatout.core.effects import Containment, Unrepeatable
 from flatout.core.errors import run_all
 from flatout.core.foreign import StepGuard, add_data, add_foreign, copied_before_writes
 from flatout.core.installed import installed, without_modes, without_profilers
-from flatout.core.process_flags import Restorable, saved_flags
 from flatout.core.random_state import RandomState
 from flatout.core.saved import Saved
 
@@ -138,3 +137,40 @@ class Snapshot:
     def extended(self) -> AbstractContextManager[None]:
         """Copy tensors that ``code`` can reach before an operator inside the block writes to them."""
         return copied_before_writes(self._saved)
+
+
+class Restorable(Protocol):
+    """State that can be restored any number of times."""
+
+    def restore(self) -> None:
+        """Restore the captured state."""
+
+
+FlagT = TypeVar("FlagT", bound=Callable[[], Restorable])
+
+_declared: list[Callable[[], Restorable]] = []
+
+
+def process_flag(flag: FlagT) -> FlagT:
+    """Declare a flag: a class whose objects hold the flag's present value and can restore it."""
+    _declared.append(flag)
+    return flag
+
+
+def saved_flags() -> list[Restorable]:
+    """Return the present values of all declared flags."""
+    return [flag() for flag in _declared]
+
+
+@process_flag
+class TorchModes:
+    """Grad mode and default dtype of torch, which the user's code may change."""
+
+    def __init__(self) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
+        self._dtype = torch.get_default_dtype()
+
+    def restore(self) -> None:
+        """Restore both modes."""
+        torch.set_grad_enabled(self._grad_enabled)
+        torch.set_default_dtype(self._dtype)

@@ -1,13 +1,12 @@
 """Speed of a training loop, and its share of the hardware's peak, called MFU (model FLOPs utilization)."""
 
 from flatout.core.deprecated import old_names
+from flatout.mfu.cost import register_flops
 from flatout.mfu.counter import MfuCounter
-from flatout.mfu.flop_count import FlopCount, FlopNode
-from flatout.mfu.flops import count_flops
-from flatout.mfu.formulas import register_flops
+from flatout.mfu.flop_count import FlopCount, FlopNode, count_flops
 from flatout.mfu.peaks import clock_peak_flops, measured_peak_flops, peak_flops
 from flatout.mfu.ranges import nvtx_range
-from flatout.mfu.reading import Phases, Reading, TensorCores
+from flatout.mfu.timers import Phases, Reading, TensorCores
 from flatout.mfu.verdict import Verdict
 
 __all__ = [

@@ -16,11 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class
 from flatout.distributed.process_group import group_size
-from flatout.mfu.counting import is_counting
-from flatout.mfu.flop_count import FlopCount
-from flatout.mfu.flops import count_flops
+from flatout.mfu.flop_count import CountedWork, FlopCount, count_flops, is_counting
 from flatout.mfu.ranges import nvtx_range
-from flatout.mfu.signatures import CountedWork
 from flatout.native._host import PHASES, StepCounter
 
 FORWARD, BACKWARD, UPDATE = map(PHASES.index, ("forward", "backward", "update"))

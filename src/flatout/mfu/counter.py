@@ -15,8 +15,7 @@ from torch import nn
 from flatout.core.described import Described
 from flatout.mfu.counted_calls import CountedCalls, count_calls
 from flatout.mfu.flop_count import FlopCount
-from flatout.mfu.reading import Phases, Reading, TensorCores
-from flatout.mfu.timers import use_gpu_clock
+from flatout.mfu.timers import Phases, Reading, TensorCores, use_gpu_clock
 from flatout.native._host import PHASES, Step, StepCounter, StepReading
 
 Batch = TypeVar("Batch")

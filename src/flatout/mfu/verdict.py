@@ -8,7 +8,7 @@ from typing import Literal
 
 from flatout.core import formatting
 from flatout.core.described import Described
-from flatout.mfu.reading import Phases, TensorCores
+from flatout.mfu.timers import Phases, TensorCores
 
 Bottleneck = Literal["loader", "copy", "own code", "clocks", "launch", "kernels", "none", "unknown"]
 """Kind of limit.

@@ -7,7 +7,7 @@ NVML requires ``pip install 'flatout[monitor]'``, which installs ``nvidia-ml-py`
 driver, samples have no GPUs and name the reason.
 """
 
-from flatout.monitor.sample import GpuSample, JsonLines, Sample, read_samples
+from flatout.monitor.nvml import GpuSample, JsonLines, Sample, read_samples
 from flatout.monitor.sampler import Sampler
 
 __all__ = ["GpuSample", "JsonLines", "Sample", "Sampler", "read_samples"]

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from flatout.core.formatting import first_line
-from flatout.monitor.nvml import Gpus
-from flatout.monitor.sample import Sample
+from flatout.monitor.nvml import Gpus, Sample
 
 Writer = Callable[[Sample], object]
 

@@ -9,7 +9,7 @@ already made the change, ``is_so`` returns True, so that forcing the technique i
 
 There are three patterns for a candidate:
 
-- a process-wide flag: ``cpu_threads.py``, with ``core/process_flags.py``;
+- a process-wide flag: ``cpu_threads.py``, with ``core/snapshot.py``;
 - a class for one module: ``activation_checkpointing.py``, with ``core/instance_class.py``;
 - a call that replaces a module's call or the loss: ``compile.py``, with ``calls.py``.
 

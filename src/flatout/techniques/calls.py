@@ -20,7 +20,7 @@ from flatout.core import formatting
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.errors import ran_out_of_memory
 from flatout.core.torch_state import script_compiles
-from flatout.mfu.counting import is_counting
+from flatout.mfu.flop_count import is_counting
 from flatout.techniques.candidate import Candidate
 from flatout.training.objective import Objective
 

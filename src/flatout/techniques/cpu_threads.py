@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.core.machine import own_cores
-from flatout.core.process_flags import process_flag
+from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 

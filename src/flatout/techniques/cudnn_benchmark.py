@@ -12,7 +12,7 @@ from torch.backends import cudnn
 from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_within
-from flatout.core.process_flags import process_flag
+from flatout.core.snapshot import process_flag
 from flatout.native._host import signature
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate

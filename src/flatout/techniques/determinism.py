@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import deterministic
 
-from flatout.core.process_flags import process_flag
 from flatout.core.reproducible import DeterministicAlgorithms
+from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, Rule
 from flatout.techniques.candidate import Candidate
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatout.core.batches import tensors_of
 from flatout.core.instance_class import instance_class, take_class_out
-from flatout.profile.places import of_frame
+from flatout.profile.syncs import of_frame
 from flatout.techniques.base import Rule
 from flatout.techniques.candidate import Candidate
 

@@ -7,7 +7,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
-from flatout.core.process_flags import process_flag
+from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, Rule
 from flatout.techniques.candidate import Candidate
 

@@ -10,7 +10,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.core.process_flags import process_flag
+from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 

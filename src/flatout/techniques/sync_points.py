@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from flatout.profile.places import of_frame
 from flatout.profile.profile_data import Sync
-from flatout.profile.syncs import watching
+from flatout.profile.syncs import of_frame, watching
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:

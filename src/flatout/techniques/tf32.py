@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.core.process_flags import process_flag
+from flatout.core.snapshot import process_flag
 from flatout.mfu.peaks import TF32_CAPABILITY, multiplies_in_tf32
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate

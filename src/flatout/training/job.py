@@ -13,7 +13,7 @@ from flatout.core.effects import Unrepeatable
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import Randomness, changed_by_reading, randomness_of, why_not_read
 from flatout.data.seeding import is_seeded
-from flatout.mfu.signatures import CountedWork
+from flatout.mfu.flop_count import CountedWork
 from flatout.training.objective import Objective
 from flatout.training.parallel_stepper import ParallelStepper
 from flatout.training.spec import Spec

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from flatout.core import dtensor, gradients
 from flatout.core.formatting import first_line
-from flatout.mfu.flops import eager
+from flatout.mfu.flop_count import eager
 from flatout.optim.native_step import NativeStep
 from flatout.training.job import Job
 from flatout.training.logged_metrics import Logs

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from flatout.core.snapshot import Snapshot
-from flatout.mfu.flop_count import FlopCount
-from flatout.mfu.flops import count_flops
+from flatout.mfu.flop_count import CountedWork, FlopCount, count_flops
 from flatout.mfu.peaks import Products, measured_peak_flops, multiplies_in_tf32, peak_flops
-from flatout.mfu.signatures import CountedWork
 from flatout.mfu.verdict import CONVOLUTIONAL, DENSE, RECURRENT, Family, family_of
 from flatout.training.autocast import autocast_dtype
 from flatout.training.objective import Objective

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatout.training.checkpoint import Writer, file, read
-from flatout.training.checkpoint.copies import HostCopies, mapped
+from flatout.training.checkpoint.writer import HostCopies, mapped
 
 
 @pytest.fixture
