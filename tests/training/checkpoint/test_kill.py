@@ -10,7 +10,8 @@ from flatout.training.checkpoint import read
 from tests.training.checkpoint.test_file import equal
 from tests.training.checkpoint.training import KINDS, train_and_tell
 
-KILLS = 100
+KILLS = 30
+"""Number of kills without ``--jobs``."""
 
 
 def start(kind, folder):
@@ -38,7 +39,7 @@ def kill(process, folder, step, seconds):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(tmp_path):
+def test_killed_at_random_moments(tmp_path, request):
     kinds = [*KINDS]
     expected, steps = {}, {}
     for kind in kinds:
@@ -46,7 +47,7 @@ def test_killed_at_random_moments(tmp_path):
         expected[kind], steps[kind] = read(tmp_path / kind / "result.pt"), steps_saved(tmp_path / kind)
     moments = random.Random(0)
     kills = trainings = 0
-    while kills < KILLS:
+    while kills < (request.config.getoption("--jobs") or KILLS):
         kind = kinds[trainings % len(kinds)]
         folder = tmp_path / f"{kind} {trainings}"
         trainings += 1
