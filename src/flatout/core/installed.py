@@ -24,6 +24,7 @@ from flatout.core.step_hooks import OPTIMIZERS
 _PATCHED = (torch, torch.Tensor, torch.autograd, torch.amp, torch.linalg, nn, nn.Module, nn.functional, nn.utils)
 """Namespaces of torch whose functions a step calls. Scripts and libraries replace functions there."""
 _TORCHS = {"torch", "flatout", *sys.stdlib_module_names, "typing_extensions"}
+_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _OF_STEPS = frozenset(("state", "param_groups", "defaults"))
 
 
@@ -101,10 +102,18 @@ def _hook_tables() -> Iterator[dict[Any, Any]]:
 def _patches(kind: type) -> Iterator[Any]:
     """Yield functions in torch's namespaces, and in a class of optimizers, that are not torch's own."""
     for owner in (*_PATCHED, checkpoint, torch.optim.Optimizer, kind):
-        for name, value in list(vars(owner).items()):
-            if name == "compile":
-                continue  # no part of a step, and its trials leave compiled code
-            yield from (each for each in _wrapped(value) if _package(each) not in _TORCHS)
+        candidates = [
+            value
+            for name, value in list(vars(owner).items())
+            if name != "compile"  # no part of a step, and its trials leave compiled code
+            and not isinstance(value, (type, *_IN_C))
+            and not (
+                type(value) is types.FunctionType  # nearly all: without a call of Python for each of them
+                and "__wrapped__" not in vars(value)
+                and value.__globals__.get("__name__", "").partition(".")[0] in _TORCHS
+            )
+        ]
+        yield from (each for value in candidates for each in _wrapped(value) if _package(each) not in _TORCHS)
 
 
 def _wrapped(value: Any) -> Iterator[Any]:
