@@ -75,7 +75,7 @@ class AtomicUpdate:
         if not _are_same(parameters, self._parameters):
             self._parameters, self._alike = parameters, _alike(optimizer)
         self._groups = [] if self._is_torchs_own else [dict(group) for group in optimizer.param_groups]
-        self._lengths = list(map(_length, optimizer.state.values()))
+        self._lengths = [len(entry) if isinstance(entry, dict) else 0 for entry in optimizer.state.values()]
         own = vars(optimizer)
         self._handed = {name: own[name] for name in _HANDED if name in own}
         self._witnesses = self._first_written() if self._is_torchs_own else parameters
@@ -205,10 +205,6 @@ def _alike(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
-
-
-def _length(entry: Any) -> int:
-    return len(entry) if isinstance(entry, dict) else 0
 
 
 def _values_in(entry: Any) -> Iterable[Any]:

@@ -74,6 +74,9 @@ class NonFiniteMonitor:
                 infinities or NaNs, and the place where a repeated forward and backward first produces them.
         """
         scaler = self._job.stepper.scaler
+        if scaler is None and self._bad == 0 and loss.is_cpu and (read := loss.item()) - read == 0:  # finite
+            self.next_look = step + 1
+            return
         if scaler is not None and self._job.stepper.pending:  # ``last_step_skipped`` refers to an earlier update
             return
         skipped = None if scaler is None else scaler.last_step_skipped
