@@ -16,7 +16,7 @@ from rich.table import Table
 from flatout.cli.bench_cases import BENCHMARKS, Case
 from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
-from flatout.report.environment import environment_of
+from flatout.core.machine import environment_of
 from flatout.testing import PairedRace
 
 DESCRIPTION = """\
