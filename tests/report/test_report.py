@@ -512,3 +512,75 @@ def test_a_gain_shows_the_steps_that_pay_for_it_and_no_gain_shows_none(width: in
         bare = dataclasses.replace(whole, rows=(), before=before)
         assert "pays back" not in in_terminal(Report(bare), width)
     assert wording.cost(EMPTY) == ""
+
+
+def headline(**changes: object) -> str:
+    return wording.headline(dataclasses.replace(sample(), **changes))
+
+
+CORES = {"device": "cpu (x)", "cores": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_busy"),
+    [
+        ({"environment": CORES, "load_average": 2.1}, True),
+        ({"environment": CORES, "load_average": 2.0}, False),
+        ({"environment": CORES, "before": Pace(10.0, 1.0, 100.0, cpu_ms=5.0)}, True),
+        ({"environment": CORES, "before": Pace(10.0, 1.0, 100.0, cpu_ms=9.9)}, False),
+        ({"environment": {"device": "cuda (x)"}, "before": Pace(10.0, 1.0, 100.0, cpu_ms=1.0)}, False),
+        ({"environment": {}}, False),
+    ],
+)
+def test_a_headline_names_a_busy_machine(changes: dict[str, object], is_busy: bool) -> None:
+    assert dataclasses.replace(sample(), **changes).is_busy == is_busy
+    assert ("busy" in headline(**changes)) == is_busy
+
+
+def test_a_loop_on_which_nothing_was_tried_is_not_called_as_fast() -> None:
+    same = {"before": sample().before, "after": sample().before, "won": ()}
+    untried = [Row(name, 1, name, "not tried", "the training ended first") for name in "abc"]
+    forbidden = Row("d", 1, "d", "not tried", "forbidden", left_out=True)
+    rule = Row("e", 1, "e", "kept", "always right")
+    assert headline(**same, rows=(*untried, forbidden, rule)) == "nothing was tried: the training ended first"
+    assert headline(**same, rows=(rule,)) == "nothing was tried"
+    assert "tried" not in headline(**same, rows=(*untried, compile_row()))
+
+
+def test_rules_are_no_techniques() -> None:
+    summary = sample()
+    assert [row.technique for row in summary.rules] == ["criterion", "no_grad", "profiler"]
+    assert "3 of 12 techniques" in repr(Report(summary))
+    forced = dataclasses.replace(summary.rows[4], chosen="on")
+    assert forced not in dataclasses.replace(summary, rows=(forced,)).rules
+    pills = [e.text for e in root_of(Report(summary)).iter() if e.attrib.get("class", "").startswith("pill")]
+    assert pills[:2] == ["✓ 3 kept", "✓ 3 rules"]
+
+
+@pytest.mark.parametrize("width", [70, 80, 100])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_narrow_receipt_cuts_no_figure_and_no_reason(width: int, ascii_only: bool) -> None:
+    text = squeezed(in_terminal(Report(sample()), width, ascii_only))
+    for row in sample().rows:
+        if row.status == "rejected":
+            assert row.why in text
+        if row.gain is not None and not ascii_only:
+            assert wording.interval(row.gain, row.gain_pairs) in text
+    assert "memory" in text
+
+
+@pytest.mark.parametrize(("low", "high", "is_noise"), [(0.97, 1.07, True), (1.0, 1.02, True), (1.01, 1.07, False)])
+def test_a_bar_whose_interval_contains_zero_is_drawn_as_noise(low: float, high: float, is_noise: bool) -> None:
+    gain = Gain(1.015, low, high)
+    row = Row("x", 1, "X", "rejected", "", gain=gain, trials=(Trial("on", 4.0, 3.9, gain, 9),))
+    drawn = chart(root_of(Report(Summary((row,), {}))), "speed")
+    ((_, value, bar),) = lines(drawn)
+    assert (bar.attrib["class"] == "noise") == is_noise
+    assert ("noise" in value) == is_noise
+    assert ("noise" in in_terminal(Report(Summary((row,), {})).full(), 80)) == is_noise
+
+
+def test_prose_in_a_notebook_is_aligned_left() -> None:
+    style = next(e.text or "" for e in root_of(Report(sample())).iter("style"))
+    (cells,) = (rule for rule in style.split("}") if rule.strip().startswith(".flatout th,.flatout td{"))
+    assert "text-align:left!important" in cells

@@ -172,7 +172,7 @@ def _result(summary: Summary) -> tuple[str, str]:
     factor = speedup(summary)
     if factor is None:
         return "", "tuned, without time for a race against the original" if summary.won else "nothing was timed"
-    busy = ", measured beside other programs" if summary.is_busy else ""
+    busy = ", measured on a busy machine" if summary.is_busy else ""
     if factor >= FASTER:
         return f"{factor:.2f}×", f" the speed it came with{_factor_interval(summary)}{busy}"
     if summary.rows and not summary.won and not any(row.trials or row.gain is not None for row in summary.rows):
