@@ -201,13 +201,18 @@ def _note(note: Note, plain: bool, width: int) -> Iterator[Text]:
         yield Text("")
     if note.style == "headline":
         parts = [Text.assemble(("flatout", "bold magenta"), "  ", *parts)]
-    line, gap = Text(), say(note.gap, plain)
+    yield from _flow(parts, say(note.gap, plain).plain, width) or [Text()]
+
+
+def _flow(parts: Sequence[Text], gap: str, width: int) -> list[Text]:
+    """Return lines of parts. A line ends between two parts, because rich would end it at any space."""
+    lines: list[Text] = []
     for part in parts:
-        if line and line.cell_len + gap.cell_len + part.cell_len > width:
-            yield line
-            line = Text()
-        line = line + gap + part if line else part
-    yield line
+        if lines and lines[-1].cell_len + len(gap) + part.cell_len <= width:
+            lines[-1].append(gap, part.style).append_text(part)
+        else:
+            lines.append(part)
+    return lines
 
 
 def _cell(cell: Cell, plain: bool) -> Text:
@@ -271,6 +276,9 @@ def _chart(chart: Chart, plain: bool, width: int) -> Iterator[RenderableType]:
             bar.append(shade.translate(_ASCII) * length if plain else shade * length, STYLES.get(style, ""))
         grid.add_row(name, bar, value)
     yield grid
-    if chart.legend:
-        entries = [say(f"{SHADES.get(style, '█')} {name}", plain, "dim") for style, name in chart.legend.items()]
-        yield Padding(Text("  ").join(entries), (0, 0, 0, left + 2))
+    entries = [
+        say(SHADES.get(style, "█"), plain, STYLES[style]) + say(f" {name}", plain, "not bold dim")
+        for style, name in chart.legend.items()
+    ]
+    for line in _flow(entries, "  ", width - left - 2):
+        yield Padding(line, (0, 0, 0, left + 2))

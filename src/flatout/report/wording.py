@@ -288,7 +288,7 @@ def times(*paces: Pace) -> list[tuple[str, str, list[float]]]:
             parts.append((name, phase, [pace.step_ms * pace.phases.get(phase, 0.0) for pace in paces]))
         shares = [sum(pace.phases.get(phase, 0.0) for phase in PHASES) for pace in paces]
         rest = [max(0.0, pace.step_ms * (1 - share)) for pace, share in zip(paces, shares, strict=True)]
-        parts.append(("the rest of the step", "rest", rest))
+        parts.append(("rest", "rest", rest))
     else:
         parts.append(("computing", "forward", [pace.step_ms for pace in paces]))
     return [part for part in parts if any(part[2])]
