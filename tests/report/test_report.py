@@ -45,8 +45,10 @@ def test_every_row_is_shown_at_every_width(width: int, ascii_only: bool) -> None
         assert first_words in squeezed(text), f"the reason of {row.technique} is missing"
     begin = next(i for i, line in enumerate(lines) if line.startswith(" #"))
     end = next(i for i, line in enumerate(lines) if "not applicable here" in line)
-    shown = [status for line in lines[begin:end] for status in wording.LOOKS if status in line]
-    assert shown == [row.status for row in report.rows if row.status != "not applicable"]
+    shown = [status for line in lines[begin:end] for status in (*wording.LOOKS, "+ rule", "✓ rule") if status in line]
+    expected = [row.status for row in report.rows if row.status != "not applicable" and row not in report.summary.rules]
+    assert [status for status in shown if "rule" not in status] == expected
+    assert len(shown) - len(expected) == len(report.summary.rules)
     if ascii_only:
         assert text.isascii()
         assert "?" not in text  # replacement of a character without an ASCII form

@@ -117,7 +117,7 @@ class Chart:
         whiskers = [*ends, *(end for interval in self.intervals for end in interval)]
         low, high = min(ends), max(ends)
         room = (high - low) / 2
-        return max(low - room, min(whiskers)), min(high + room, max(whiskers))
+        return max(low - room, min(whiskers)), min(high + room, max(whiskers)) or 1.0
 
     @property
     def is_stacked(self) -> bool:

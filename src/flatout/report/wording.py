@@ -36,39 +36,15 @@ RANKS_SHOWN = 8
 """Largest number of ranks that are shown one by one."""
 
 _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str], str], ...] = (
-    ("samples/s", lambda pace: pace.samples_per_second, formatting.count, "samples of all ranks"),
-    ("loader alone", lambda pace: pace.loader_per_second, formatting.count, "samples/s of the loader without steps"),
-    (
-        "step alone",
-        lambda pace: pace.step_per_second,
-        formatting.count,
-        "samples/s of the step without waiting for data",
-    ),
-    (
-        "step memory",
-        lambda pace: pace.step_bytes,
-        formatting.size_of,
-        "peak memory beyond parameters, gradients and optimizer state",
-    ),
-    (
-        "MFU",
-        lambda pace: pace.mfu,
-        lambda mfu: formatting.share(mfu, 1),
-        "FLOP/s of the model relative to the device's peak",
-    ),
-    (
-        "exposed communication",
-        lambda pace: pace.exposed_ms,
-        formatting.milliseconds,
-        "time that averaging the gradients of all ranks adds to a step",
-    ),
-    (
-        "scaling efficiency",
-        lambda pace: pace.scaling,
-        lambda scaling: formatting.share(scaling, 1),
-        "speed of a rank relative to one rank that trains alone",
-    ),
-)
+    ("samples/s", lambda p: p.samples_per_second, formatting.count, "samples of all ranks"),
+    ("loader alone", lambda p: p.loader_per_second, formatting.count, "samples/s of the loader without steps"),
+    ("step alone", lambda p: p.step_per_second, formatting.count, "samples/s of the step without waiting for data"),
+    ("step memory", lambda p: p.step_bytes, formatting.size_of, "peak beyond parameters, gradients, optimizer state"),
+    ("MFU", lambda p: p.mfu, lambda mfu: formatting.share(mfu, 1), "FLOP/s relative to the device's peak"),
+    ("exposed communication", lambda p: p.exposed_ms, formatting.milliseconds, "time to average gradients, per step"),
+    ("scaling efficiency", lambda p: p.scaling, lambda part: formatting.share(part, 1), "relative to a rank alone"),
+)  # fmt: skip
+"""Name, value, format and meaning of the figures of a pace."""
 
 
 def receipt(summary: Summary) -> Iterator[Block]:
@@ -90,7 +66,7 @@ def receipt(summary: Summary) -> Iterator[Block]:
     if pace is not None and straggler(pace.ranks):
         yield Note(straggler(pace.ranks), label=" ")
     if summary.verdict:
-        yield Note(formatting.clean(summary.verdict), label="limit")
+        yield Note(summary.verdict, label="limit")
     yield from _notes(summary)
     yield Note(" · ".join(filter(None, [cost(summary), f"report.full() lists all {len(summary.rows)} rows"])), "quiet")
     yield from environment(summary.environment)
@@ -117,11 +93,11 @@ def full(summary: Summary, title: str = "") -> Iterator[Block]:
     yield from _gains(summary.rows)
     reasons: dict[str, list[Part]] = {}
     for row in _of(summary, "not applicable"):
-        reasons.setdefault(formatting.clean(row.why), []).append((formatting.clean(row.title), "quiet"))
+        reasons.setdefault(row.why, []).append((row.title, "quiet"))
     shown = [row for row in summary.rows if row.status != "not applicable"]
     if shown:
         yield Note("The checklist", "title")
-        yield _checklist(shown)
+        yield _checklist(shown, summary.rules)
     if reasons:
         folded = f"{formatting.counted(tally['not applicable'], 'technique')} not applicable here"
         rows: list[list[Cell]] = [[names, (reason, "why")] for reason, names in reasons.items()]
@@ -135,7 +111,7 @@ def full(summary: Summary, title: str = "") -> Iterator[Block]:
 def environment(facts: Mapping[str, str]) -> Iterator[Note]:
     """Yield the environment of figures: each name with its value."""
     if facts:
-        told = [f"{formatting.clean(name)} {formatting.clean(value)}" for name, value in facts.items()]
+        told = [f"{name} {value}" for name, value in facts.items()]
         yield Note(told, "quiet", gap=" · ")
 
 
@@ -153,7 +129,7 @@ def in_use(summary: Summary) -> str:
 def _headline(summary: Summary, title: str = "") -> Note:
     factor, rest = _result(summary)
     parts: list[Part] = [(factor, "factor"), rest] if factor else [rest]
-    return Note([f"{formatting.clean(title)}: ", *parts] if title else parts, "headline")
+    return Note([f"{title}: ", *parts] if title else parts, "headline")
 
 
 def _rates(summary: Summary) -> list[str]:
@@ -242,7 +218,7 @@ def _receipt_rows(label: str, rows: Iterable[Row]) -> Iterator[list[Part]]:
         yield [
             (f"{'' if index else label:9}", style),
             (row.technique, "strong"),
-            formatting.clean(row.chosen or next(timed, "")),
+            row.chosen or next(timed, ""),
             ("" if row.gain is None else formatting.percent(row.gain.ratio), style),
             (", ".join(figures), "quiet"),
             ("" if row.status == "kept" else _first_line(row), "quiet"),
@@ -263,12 +239,12 @@ def _of(summary: Summary, status: Status) -> list[Row]:
 
 
 def _first_line(row: Row) -> str:
-    return formatting.clean(row.why.partition("\n")[0])
+    return row.why.partition("\n")[0]
 
 
 def _notes(summary: Summary) -> Iterator[Note]:
     for index, note in enumerate(summary.notes):
-        yield Note(formatting.clean(note), label=" " if index else "note")
+        yield Note(note, label=" " if index else "note")
 
 
 def _paces(summary: Summary) -> dict[str, Pace]:
@@ -325,7 +301,7 @@ def _batch(summary: Summary) -> Iterator[Block]:
     numbers = frozenset(range(1, len(paces) + 1))
     yield Table(rows, ["", *paces, ""], numbers, is_explained=True)
     if summary.verdict:
-        yield Note(formatting.clean(summary.verdict))
+        yield Note(summary.verdict)
     if cost(summary):
         yield Note(f"{formatting.capital(cost(summary))}.", "quiet")
     ranks = list(paces.values())[-1].ranks
@@ -343,7 +319,7 @@ def _rank_table(ranks: Sequence[RankPace]) -> Table:
     rows = []
     for rank in sorted(slowest, key=lambda rank: rank.rank):
         spent = formatting.milliseconds(rank.compute_ms), formatting.milliseconds(rank.wait_ms)
-        place = formatting.clean(rank.host), rank.device
+        place = rank.host, rank.device
         rows.append([str(rank.rank), *place, *spent, "" if rank.mfu is None else formatting.share(rank.mfu, 1)])
     return Table(rows, [first, "host", "device", "computing", "waiting", "MFU"], frozenset({0, 3, 4, 5}))
 
@@ -356,7 +332,7 @@ def straggler(ranks: Sequence[RankPace]) -> str:
     if not fastest.own_ms or slowest.own_ms < STRAGGLES * fastest.own_ms:
         return ""
     return (
-        f"All ranks wait for rank {slowest.rank} ({formatting.clean(slowest.host)}, {slowest.device}): it computes "
+        f"All ranks wait for rank {slowest.rank} ({slowest.host}, {slowest.device}): it computes "
         f"{formatting.share(slowest.own_ms / fastest.own_ms - 1, 0)} longer than rank {fastest.rank}."
     )
 
@@ -442,28 +418,26 @@ def _gains(rows: Iterable[Row]) -> Iterator[Block]:
     )
 
 
-def _checklist(rows: Iterable[Row]) -> Table:
+def _checklist(rows: Iterable[Row], rules: Sequence[Row]) -> Table:
     cells: list[list[Cell]] = []
     for row in rows:
         mark, style = LOOKS[row.status]
-        title = formatting.clean(row.title)
+        status = (f"{mark} rule", "na") if row in rules else (f"{mark} {row.status}", style)
         speed: list[Part] = []
         if row.gain is not None:
             speed = [(formatting.percent(row.gain.ratio), "strong"), (interval(row.gain, row.gain_pairs), "quiet")]
         if is_change(row.memory):
             speed.append(f"memory {formatting.percent(row.memory)}")
         if row.expected:
-            speed.append((f"usually {formatting.clean(row.expected)}", "quiet"))
+            speed.append((f"usually {row.expected}", "quiet"))
         # The reason of a kept technique states its effect.
-        purpose = formatting.clean(row.purpose) if row.status != "kept" else ""
-        why: list[Part] = [(f"{formatting.capital(purpose)}.", "purpose")] if purpose else []
-        why += [(formatting.clean(row.why), "why"), *((_trial_line(trial), "trial") for trial in row.trials)]
-        names: list[Part] = [(title, "quiet" if style == "na" else "strong")]
+        has_purpose = bool(row.purpose) and row.status != "kept"
+        why: list[Part] = [(f"{formatting.capital(row.purpose)}.", "purpose")] * has_purpose
+        why += [(row.why, "why"), *((_trial_line(trial), "trial") for trial in row.trials)]
+        names: list[Part] = [(row.title, "strong")]
         if row.chosen and row.chosen != row.title:
-            names.append((formatting.clean(row.chosen), "chosen"))
-        cells.append(
-            ["+" if row.number is None else str(row.number), names, (f"{mark} {row.status}", style), speed, why]
-        )
+            names.append((row.chosen, "chosen"))
+        cells.append(["+" if row.number is None else str(row.number), names, status, speed, why])
     headings = ["#", "technique", "result", "speed", "effect, and reason of the result"]
     return Table(cells, headings, frozenset({0, 3}), is_explained=True)
 
@@ -478,14 +452,14 @@ def _trial_line(trial: Trial) -> str:
     if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
         sizes = f"{formatting.size_of(trial.baseline_bytes)} → {formatting.size_of(trial.candidate_bytes)}"
         facts.append(f"step memory {sizes}")
-    return f"{formatting.clean(trial.candidate)}: {'; '.join(facts + _trial_notes(trial)) or 'not timed'}"
+    return f"{trial.candidate}: {'; '.join(facts + _trial_notes(trial)) or 'not timed'}"
 
 
 def _trial_notes(trial: Trial) -> list[str]:
     """Return further facts of a trial: failure, setup time, break-even, and differences from the baseline."""
     notes = []
     if trial.failure:
-        notes.append(formatting.clean(trial.failure))
+        notes.append(trial.failure)
     if trial.setup_seconds >= 0.05:
         notes.append(f"{formatting.seconds(trial.setup_seconds)} to set up")
     if trial.break_even_steps is not None:
@@ -507,8 +481,8 @@ def _part(difference: float) -> str:
 
 def _name(row: Row, candidate: str) -> str:
     """Return the names of a technique and of its candidate."""
-    title = formatting.clean(row.title)
-    return title if candidate in ("", row.title) else f"{title}: {formatting.clean(candidate)}"
+    title = row.title
+    return title if candidate in ("", row.title) else f"{title}: {candidate}"
 
 
 def _change(ms: float) -> str:
