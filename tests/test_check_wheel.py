@@ -64,7 +64,7 @@ def sound_files() -> dict[str, bytes]:
         "flatout/native/_C.so": library(("libtorch_cpu.so", "libc.so.6"), nv_fatbin=GPU_CODE),
         "flatout/native/_host.cpython-311-x86_64-linux-gnu.so": library(),
         "flatout/native/_host.pyi": b"",
-        "flatout/report/templates/report.html.j2": b"<html>",
+        "flatout/report/style.css": b".flatout{}",
         "pytest_flatout/__init__.py": b"",
         f"{info}/METADATA": b"Name: flatout\n",
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: cp311-cp311-{PLATFORM}\n".encode(),

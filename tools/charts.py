@@ -36,7 +36,7 @@ def chart(bars: Sequence[Bar], against: str, origin: str) -> Figure:
     places = range(len(bars))
     axes.barh(places, [bar.ratio for bar in bars], color=[_color(bar) for bar in bars], height=0.6)
     for place, bar in zip(places, bars, strict=True):
-        end = bar.ratio
+        end = max(1.0, bar.ratio)  # right of the line at 1, which would cross the label
         if bar.low is not None and bar.high is not None:
             axes.plot([bar.low, bar.high], [place, place], color=LINES, linewidth=2)
             end = max(end, bar.high)

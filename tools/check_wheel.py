@@ -33,7 +33,7 @@ ALL_ARCHS = ("75-real", "80", "90-real", "100-real", "120-real")
 
 FILES_OF_A_WHEEL = re.compile(
     r"flatout/([a-z_0-9]+/)*[a-z_0-9]+\.pyi?|flatout/py\.typed|flatout/native/_C\.so|pytest_flatout/__init__\.py"
-    r"|flatout/report/templates/[a-z]+\.(html|css)\.j2|flatout/native/_host\.[\w.-]+\.so"
+    r"|flatout/report/style\.css|flatout/native/_host\.[\w.-]+\.so"
     r"|flatout-[\d.]+\.dist-info/(METADATA|RECORD|WHEEL|entry_points\.txt|licenses/LICENSE)"
     r"|flatout-[\d.]+\.dist-info/sboms/[\w.-]+"
 )

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from flatout.arguments import budget_of, validate
 from flatout.core.effects import Unrepeatable
+from flatout.core.machine import environment_of
 from flatout.core.reproducible import seed_all
 from flatout.distributed.agreement import OwnError
 from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
-from flatout.report.environment import environment_of
 from flatout.report.model import Row, Summary
 from flatout.run import Run
 from flatout.techniques import REGISTRY

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.core import formatting
 from flatout.report import wording
 from flatout.report.model import Summary
-from flatout.report.receipt import is_timed
 from flatout.training.job import Job
 
 
 def lines(summary: Summary, job: Job, scheduler: Any) -> list[str]:
     """Return three lines: the result, how to train, and how to get the report or revert everything."""
-    used = [row for row in summary.rows if row.status == "kept"]
-    timed = [row.technique for row in used if is_timed(row, summary)]
+    used = [row.technique for row in summary.in_use if row not in summary.rules]
     return [
-        f"{wording.headline(summary)}. In use: {', '.join([*timed, f'{len(used) - len(timed)} rules'])}",
+        f"{wording.headline(summary)}. In use: {', '.join([*used, formatting.counted(len(summary.rules), 'rule')])}",
         _how_to_train(job, scheduler),
         "flatout.report_of(model) returns the report, flatout.undo(model) reverts everything",
     ]

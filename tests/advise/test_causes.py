@@ -13,12 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from flatout.advise.advice import Advice
+from flatout.advise.advice import Advice, explanation
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.causes import Cause, boxes_of, causes_of
 from flatout.advise.observe import CallSite, LoaderSite, Observer
 from flatout.advise.session import Observations
-from flatout.advise.text import explanation
 from flatout.autotune.recorded import RecordedCall
 from flatout.autotune.script_report import ScriptReport
 from flatout.profile.profile_data import PHASES, Operator

@@ -13,7 +13,8 @@ import torch
 
 from flatout.cli import diagnosis, main
 from flatout.cli.diagnosis import Finding
-from flatout.cli.doctor import show
+from flatout.cli.doctor import blocks
+from flatout.report.document import show
 from tests.fake_machine import DRIVER, HEADER, WITHOUT_GPU, Gpu, Machine, on
 from tests.reasons import finding_code
 from tests.renderings.rendered import drawn
@@ -180,7 +181,7 @@ def test_the_version_of_a_driver_may_be_unknown(examine: Examine, text: str | No
 @pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_every_finding_is_shown_at_every_width(width: int, ascii_only: bool) -> None:
-    text = drawn(partial(show, FINDINGS), width, ascii_only)
+    text = drawn(partial(show, [*blocks(FINDINGS)]), width, ascii_only)
     assert max(map(len, text.splitlines())) <= width
     squeezed = "".join(text.split())
     for finding in FINDINGS:

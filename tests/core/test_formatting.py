@@ -154,5 +154,8 @@ def test_no_format_character_reaches_the_errors_of_a_command(capsys: pytest.Capt
 
 def test_no_format_character_of_a_finding_reaches_the_doctors_page() -> None:
     page = io.StringIO()
-    doctor.show([Finding("topic", "name", "found\u202e\x1b[31m", "slow", "fix\u202e")], Console(file=page, width=200))
+    doctor.show(
+        doctor.blocks([Finding("topic", "name", "found\u202e\x1b[31m", "slow", "fix\u202e")]),
+        Console(file=page, width=200),
+    )
     assert_neutral(page.getvalue())

@@ -30,7 +30,7 @@ from flatout.distributed import exchange, gradient_sync
 from flatout.distributed.agreement import GroupAgreement, OutOfStep, RankFailure, RanksApart
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.step_clock import StepClock
-from flatout.report.serialize import from_json
+from flatout.report.model import from_json
 from flatout.techniques import REGISTRY, Measured
 from tests.clock import Clock
 

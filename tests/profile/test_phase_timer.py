@@ -113,7 +113,7 @@ def test_headline_and_phases_are_those_of_steps_without_the_profiler(clock: Cloc
 
 def test_the_time_under_the_profiler_is_noted_with_the_operators(clock: Clock) -> None:
     profile = Loop(clock, overhead=36.0).profile(steps=2, warmup=0)
-    (note,) = (note for _, note, headings, _ in tables(profile) if "operator" in headings)
+    (note,) = (note for _, note, table in tables(profile) if "operator" in table.headings)
     assert "54,000 ms" in note
 
 

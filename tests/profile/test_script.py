@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 def timed_steps(shown: str) -> int:
     """Return the number of steps in the only profile of this text."""
-    (number,) = re.findall(r"mean of (\d+) step", shown)
+    (number,) = re.findall(r"Mean of (\d+) step", shown)
     return int(number)
 
 

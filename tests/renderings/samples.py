@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from flatout.cli import demo, doctor
 from flatout.cli.demo import Process
-from flatout.cli.demo import show as show_job
 from flatout.cli.diagnosis import Finding
-from flatout.cli.doctor import show
 from flatout.cli.monitor import table
 from flatout.report import Pace, Report, Summary
+from flatout.report.document import show
 from flatout.report.model import RankPace
 from tests.monitor import monitor_sample
 from tests.profile.profile_sample import ended_early, sync_bound
@@ -82,8 +82,8 @@ def demos() -> dict[str, str]:
     plain = Process("plain PyTorch", 38.2, 35.1, "loss 0.0291, accuracy 98.9%", "")
     second = Process("flatout, again", 23.0, 18.9, "loss 0.0301, accuracy 98.6%", receipt)
     return {
-        "terminal, 80 columns": drawn(partial(show_job, [plain, first_start(27.1, receipt), second]), 80),
-        "terminal, 60 columns": drawn(partial(show_job, [plain, first_start(41.3, receipt), second]), 60),
+        "terminal, 80 columns": drawn(partial(show, [*demo.blocks([plain, first_start(27.1, receipt), second])]), 80),
+        "terminal, 60 columns": drawn(partial(show, [*demo.blocks([plain, first_start(41.3, receipt), second])]), 60),
     }
 
 
@@ -114,8 +114,8 @@ FINDINGS = (
 def doctors() -> dict[str, str]:
     """Return the renderings of the doctor's findings."""
     return {
-        "terminal, 80 columns": drawn(partial(show, FINDINGS), 80),
-        "terminal, 40 columns, ASCII": drawn(partial(show, FINDINGS), 40, ascii_only=True),
+        "terminal, 80 columns": drawn(partial(show, [*doctor.blocks(FINDINGS)]), 80),
+        "terminal, 40 columns, ASCII": drawn(partial(show, [*doctor.blocks(FINDINGS)]), 40, ascii_only=True),
     }
 
 

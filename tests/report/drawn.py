@@ -43,9 +43,11 @@ def lines(root: ET.Element) -> list[tuple[str, str, ET.Element]]:
     return found
 
 
-def table_rows(root: ET.Element, css: str) -> list[list[str]]:
-    """Return the cells of each row below the headings, for the table of this CSS class."""
-    (table,) = (element for element in root.iter("table") if css in element.attrib.get("class", "").split())
-    return [
-        ["".join(cell.itertext()) for cell in row.iter("td")] for row in table.iter("tr") if row.find("td") is not None
-    ]
+def table_rows(root: ET.Element, first: str) -> list[list[str]]:
+    """Return the cells of each row below the headings, for the table whose first cell is this text."""
+    for table in root.iter("table"):
+        rows = [["".join(cell.itertext()) for cell in row.iter("td")] for row in table.iter("tr")]
+        cells = [row for row in rows if row]
+        if cells[0][0] == first:
+            return cells
+    raise AssertionError(f"no table begins with {first}")

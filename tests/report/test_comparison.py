@@ -17,8 +17,7 @@ from flatout.autotune import script_report
 from flatout.profile import Profile, Step, shown_profile
 from flatout.profile.profile_data import PHASES as PROFILE_PHASES
 from flatout.report import Pace, Report, Summary, compare
-from flatout.report.comparison import Comparison
-from flatout.report.measured_loop import READABLE_PROFILES, READABLE_SCRIPTS
+from flatout.report.comparison import READABLE_PROFILES, READABLE_SCRIPTS, Comparison
 from flatout.report.shown import Shown
 from tests.jobs import Net, make_job, only
 from tests.profile.profile_sample import ended_early

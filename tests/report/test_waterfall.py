@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.report import Gain, Pace, Report, Row, Summary, Trial, report_page, wording
-from flatout.report.waterfall import waterfall
+from flatout.report import Gain, Pace, Report, Row, Summary, Trial, wording
+from flatout.report.wording import waterfall
 from tests.renderings.rendered import root_of
 from tests.report.drawn import charts as charts_of
 from tests.report.drawn import lines, share
@@ -45,49 +45,47 @@ def summaries(draw: st.DrawFn) -> Summary:
 
 @given(summaries())
 def test_first_bar_and_changes_make_the_last(summary: Summary) -> None:
-    fall = waterfall(summary)
+    *changes, unexplained = waterfall(summary) or [("", 0.0)]
     timed = {
         row.technique: row.trials[0].baseline_ms / row.gain.ratio - row.trials[0].baseline_ms
         for row in summary.rows
         if row.chosen and row.trials and row.gain.ratio
     }
     expected = [(name, timed[name]) for name in summary.won if math.isfinite(timed.get(name, math.nan))]
-    if fall is None:
-        assert not expected or summary.before.total_ms == 0
+    before, after = summary.before.total_ms, summary.after.total_ms
+    if not changes:
+        assert not expected or before == 0
         assert not fall_charts(Report(summary))
         return
-    assert [change.row.technique for change in fall.changes] == [name for name, _ in expected]
-    assert [change.ms for change in fall.changes] == pytest.approx([ms for _, ms in expected], abs=1e-9)
-    assert fall.before == summary.before.total_ms
-    assert fall.after == summary.after.total_ms
-    made = fall.before + sum(change.ms for change in fall.changes) + fall.unexplained
-    assert made == pytest.approx(fall.after, abs=1e-6)
+    assert [name for name, _ in changes] == [f"technique {name}: on" for name, _ in expected]
+    assert [ms for _, ms in changes] == pytest.approx([ms for _, ms in expected], abs=1e-9)
+    assert before + sum(ms for _, ms in changes) + unexplained[1] == pytest.approx(after, abs=1e-6)
 
-    first, *steps, last = lines(ET.fromstring(report_page.waterfall_chart(fall)))
-    levels = [fall.before]
+    (drawn,) = fall_charts(Report(summary))
+    first, *steps, last = lines(drawn)
+    levels = [before]
     for _, ms in expected:
         levels.append(levels[-1] + ms)
-    levels.append(fall.after)
+    levels.append(after)
     scale = 100 / (max(levels) - min(0.0, *levels))
 
     def x(level: float) -> float:
         return (level - min(0.0, *levels)) * scale
 
-    spans = [(0.0, fall.before), *pairwise(levels), (0.0, fall.after)]
+    spans = [(0.0, before), *pairwise(levels), (0.0, after)]
     for (_, _, bar), ends in zip([first, *steps, last], spans, strict=True):
         assert share(bar, "x") == pytest.approx(x(min(ends)), abs=0.02)
         assert share(bar, "width") == pytest.approx(max(0.3, x(max(ends)) - x(min(ends))), abs=0.02)
 
 
 def fall_charts(report: Report) -> list[ET.Element]:
-    """Return the charts that have a bar for the unexplained rest."""
-    return [drawn for drawn in charts_of(root_of(report)) if any(e.attrib.get("class") == "rest" for e in drawn.iter())]
+    """Return the waterfalls of a page."""
+    return [drawn for drawn in charts_of(root_of(report)) if drawn.attrib["aria-label"].startswith("milliseconds of a")]
 
 
 def test_every_technique_that_a_trial_kept_is_shown_in_order() -> None:
-    fall = waterfall(sample())
-    assert fall is not None
-    found = lines(ET.fromstring(report_page.waterfall_chart(fall)))
+    (drawn,) = fall_charts(Report(sample()))
+    found = lines(drawn)
     assert [(name, value, bar.attrib["class"]) for name, value, bar in found] == [
         (found[0][0], "6.20 ms", "whole"),
         ("Fused optimizer: flatout AdamW", "−0.326 ms", "kept"),
@@ -96,15 +94,12 @@ def test_every_technique_that_a_trial_kept_is_shown_in_order() -> None:
         (wording.UNEXPLAINED, "−0.581 ms", "rest"),
         (found[-1][0], "1.98 ms", "whole"),
     ]
-    (on_page,) = fall_charts(Report(sample()))
-    assert [line[:2] for line in lines(on_page)] == [line[:2] for line in found]
 
 
 def test_a_technique_that_costs_time_is_shown_as_slower() -> None:
     summary = Summary((row("a", 2.0, 0.8),), {}, Pace(4.0, 1.0, 1.0), Pace(4.0, 1.25, 1.0), won=("a",))
-    fall = waterfall(summary)
-    assert fall is not None
-    found = lines(ET.fromstring(report_page.waterfall_chart(fall)))
+    (drawn,) = fall_charts(Report(summary))
+    found = lines(drawn)
     assert [(value, bar.attrib["class"]) for _, value, bar in found[1:-1]] == [
         ("+0.500 ms", "rejected"),
         ("−0.250 ms", "rest"),
@@ -124,15 +119,14 @@ def test_a_technique_that_costs_time_is_shown_as_slower() -> None:
 )
 def test_unknown_figures_draw_no_chart(changes: dict[str, object]) -> None:
     summary = replace(sample(), **changes)
-    assert waterfall(summary) is None
+    assert waterfall(summary) == []
     assert not fall_charts(Report(summary))
 
 
 def test_hostile_names_are_escaped() -> None:
     hostile = row("a", 2.0, 2.0, title=HOSTILE)
-    fall = waterfall(Summary((hostile,), {}, Pace(4.0, 1.0, 1.0), Pace(3.0, 1.0, 1.0), won=("a",)))
-    assert fall is not None
-    drawn = report_page.waterfall_chart(fall)
-    assert "<script" not in drawn
-    assert "\x1b" not in drawn
-    assert any("<script>" in (element.text or "") for element in ET.fromstring(drawn).iter())
+    report = Report(Summary((hostile,), {}, Pace(4.0, 1.0, 1.0), Pace(3.0, 1.0, 1.0), won=("a",)))
+    assert "<script" not in report._repr_html_()
+    assert "\x1b" not in report._repr_html_()
+    (drawn,) = fall_charts(report)
+    assert any("<script>" in (element.text or "") for element in drawn.iter())

@@ -7,8 +7,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
-from flatout.report import Summary, report_text
+from flatout.report import Summary
+from flatout.report.document import plain_text
 from flatout.report.model import Row
+from flatout.report.wording import full
 from tests.helpers import bits, line_of, snapshot
 from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, job_of, make_data
 from tests.reasons import reasons
@@ -138,7 +140,7 @@ def test_the_row_is_whole_at_every_width(width, monkeypatch):
     monkeypatch.chdir("/")
     why = "\n".join(findings("transforms", over(DataLoader(Scaled(), 8))))
     row = Row("transforms", 13, "transforms on the device", "advice", why)
-    text = report_text.to_text(Summary((row,), {}), width, False)
+    text = plain_text(full(Summary((row,), {})), width, False)
     assert max(map(len, text.splitlines())) <= width
     squeezed = "".join(text.split())
-    assert all("".join(line.split()) in squeezed for line in row.why.splitlines()) or width >= report_text.WIDE
+    assert all("".join(line.split()) in squeezed for line in row.why.splitlines()) or width >= 120

@@ -20,7 +20,7 @@ from flatout.mfu import MfuCounter, Phases, TensorCores, peaks
 from flatout.mfu.flop_count import CountedWork
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, judge
 from flatout.report import Row, Status
-from flatout.report.remedies import argument_of, untried
+from flatout.report.model import argument_of, untried
 from flatout.techniques import REGISTRY
 from flatout.training.device_verdict import REMEDIES, TensorWatch, judged, tensor_watch, with_remedies
 from flatout.training.step_flops import Peak, peak_of

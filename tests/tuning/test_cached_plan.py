@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import flatout
 from flatout.plan import Plan
-from flatout.report.remedies import untried
+from flatout.report.model import untried
 from flatout.techniques import Candidate, NotApplicable
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.training.job import Job

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from flatout.advise.causes import Box, Cause, boxes_of, causes_of, rows_of, shown_gain, training_site
+from flatout.advise.batch_trial import TIMES
+from flatout.advise.causes import Box, BoxName, Cause, Code, boxes_of, causes_of, rows_of, shown_gain, training_site
 from flatout.advise.edits import diff_of
 from flatout.advise.session import Observations
-from flatout.advise.text import BOXES, MARKS, explanation
 from flatout.core import formatting
+from flatout.report.document import Block, Note, Part, Table
 from flatout.report.model import Row
+from flatout.report.shown import Shown
 
 SCHEMA_VERSION = 1
 """Version of the JSON form, which increases when a field changes its meaning or is removed."""
 
 
-@dataclass(frozen=True)
-class Advice:
+_BOXES: Mapping[BoxName, str] = {
+    "device": "tensors moved to the GPU",
+    "loading": "loader workers and pinned memory",
+    "precision": "mixed precision",
+    "evaluation": "evaluation without gradients",
+}
+
+_MARKS: Mapping[bool | None, tuple[str, str]] = {
+    True: ("[x]", "chosen"),
+    False: ("[ ]", "slower"),
+    None: ("[-]", "quiet"),
+}
+"""Mark and style of a box that is ticked, crossed, or not applicable."""
+
+_EXPLANATIONS: Mapping[Code, str] = {
+    "on_cpu": 'the model trains on the CPU beside a GPU. Move it: model.to("cuda")',
+    "starved_loader": "{share} of a step waits for data, with {workers} workers. {remedy}",
+    "sync_in_loop": "on a GPU, {call} in every step waits for all earlier work. Keep the tensor, and read it every "
+    "100 steps",
+    "fp32_matmuls": "fp32 products take {share} of a step. {remedy}",
+    "tiny_batches": f"batches {{batch}} are small: {TIMES} times the samples take {{times}} times as long. "
+    "Raise the batch size",
+    "evaluation_with_gradients": "{module} records gradients that no backward uses. Use torch.no_grad()",
+}
+
+_REMEDIES: Mapping[str, str] = {
+    "more_workers": "Add workers",
+    "cheaper_samples": "More workers would not help. Make samples cheaper, or keep them in memory",
+    "autocast": "Use torch.autocast",
+    "no_bf16": "bf16 is not faster on this device",
+}
+"""Remedies of causes that have several possible remedies."""
+
+
+@dataclass(frozen=True, repr=False)
+class Advice(Shown):
     """Advice on a script.
 
     Attributes:
@@ -34,6 +65,8 @@ class Advice:
         diff: unified diff in the script's folder; empty if no change is surely correct.
         updates: number of updates that were observed.
     """
+
+    _TITLE = "flatout advise"
 
     boxes: tuple[Box, ...]
     causes: tuple[Cause, ...]
@@ -55,13 +88,12 @@ class Advice:
         diff = diff_of(causes, folder, "cpu" if site is None else site.device, seen.observer.trained)
         return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
 
-    def to_json(self, path: Path) -> None:
-        """Write all data to a JSON file."""
+    def to_dict(self) -> dict[str, Any]:
         techniques = [
             {"module": module, "technique": row.technique, "status": row.status, "gain": shown_gain(row)}
             for module, row in self.techniques
         ]
-        data: dict[str, Any] = {
+        return {
             "schema": "flatout.advice",
             "schema_version": SCHEMA_VERSION,
             "updates": self.updates,
@@ -70,46 +102,41 @@ class Advice:
             "techniques": techniques,
             "diff": self.diff,
         }
-        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def to_diff(self, path: Path) -> None:
         """Write the diff to a file, without a change of its line ends."""
         path.write_bytes(self.diff.encode())
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def _facts(self) -> dict[str, str]:
+        return {
+            "causes": formatting.counted(len(self.causes), "cause"),
+            "updates": formatting.counted(self.updates, "update"),
+        }
+
+    def _blocks(self) -> Iterator[Block]:
         if not self.updates:
-            yield Text("No optimizer has stepped: there is nothing to advise on.")
+            yield Note("No optimizer has stepped: there is nothing to advise on.")
             return
-        yield self._boxes()
-        yield Text("")
-        yield self._gains()
-
-    def _boxes(self) -> Table:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for box in self.boxes:
-            mark, style = MARKS[box.is_ticked]
-            where = formatting.clean(box.where)
-            table.add_row(Text(mark, style=style), BOXES[box.name], Text(where, style="cyan"))
-        return table
-
-    def _gains(self) -> RenderableType:
-        """Return the causes and the techniques that trials have shown to be faster, in one table."""
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_row(*(Text(name, style="bold") for name in ("gain", "what", "where")))
-        table.columns[0].justify = "right"
-        found = [(cause.gain or 0.0, self._cause_row(cause)) for cause in self.causes]
-        shown = [(module, row, shown_gain(row)) for module, row in self.techniques]
-        found += [(gain, _technique_row(module, row, gain)) for module, row, gain in shown if gain is not None]
-        if not found:
-            return Text("Nothing sticks out, and no technique that was tried is faster.")
-        for _, cells in sorted(found, key=lambda each: -each[0]):
-            table.add_row(*cells)
-        return table
-
-    def _cause_row(self, cause: Cause) -> tuple[Text, Text, Text]:
-        gain = "" if cause.gain is None else f"{'~' if cause.is_estimate else ''}{cause.gain:.2f}×"
-        return Text(gain), Text(explanation(cause)), Text(formatting.clean(cause.where), style="cyan")
+        yield Table(
+            [[_MARKS[box.is_ticked], _BOXES[box.name], (formatting.clean(box.where), "place")] for box in self.boxes]
+        )
+        yield Note("")
+        found: list[tuple[float, list[Part]]] = []
+        for cause in self.causes:
+            gain = "" if cause.gain is None else f"{'~' if cause.is_estimate else ''}{cause.gain:.2f}×"
+            found.append((cause.gain or 0.0, [gain, explanation(cause), (formatting.clean(cause.where), "place")]))
+        for module, row in self.techniques:
+            if (faster := shown_gain(row)) is not None:
+                name = f"{row.technique} {formatting.clean(row.chosen)}".strip()
+                found.append((faster, [f"{faster:.2f}×", name, module]))
+        if found:
+            rows = [cells for _, cells in sorted(found, key=lambda each: -each[0])]
+            yield Table(rows, ["gain", "what", "where"], frozenset({0}))
+        else:
+            yield Note("Nothing sticks out, and no technique that was tried is faster.")
 
 
-def _technique_row(module: str, row: Row, gain: float) -> tuple[Text, Text, Text]:
-    return Text(f"{gain:.2f}×"), Text(f"{row.technique} {formatting.clean(row.chosen)}".strip()), Text(module)
+def explanation(cause: Cause) -> str:
+    """Return a sentence on a cause and its remedy."""
+    values = {**cause.values, "remedy": _REMEDIES.get(cause.values.get("remedy", ""), "")}
+    return " ".join(_EXPLANATIONS[cause.code].format_map(values).split())

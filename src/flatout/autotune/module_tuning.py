@@ -223,7 +223,7 @@ class ModuleTuning:
         before, decided = ledger.decisions, {row.technique for row in ledger.rows}
         for technique in self._open:
             if technique.name not in decided:
-                ledger.add(Decision(technique.row("not tried", "the script ended before tuning came to it")))
+                ledger.add(Decision(technique.row("not tried", "the training ended first")))
         try:
             return summary_of(session, outcome, self.spent)
         finally:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from markupsafe import Markup
 
 from flatout.arguments import BUDGET_VARIABLE
 from flatout.autotune.engine import Engine
 from flatout.core import formatting
 from flatout.core.described import Described
-from flatout.report import Report, report_page, wording
+from flatout.report import Report, wording
+from flatout.report.document import Block, Note
 from flatout.report.shown import Shown
 
 SCHEMA_VERSION = 1
@@ -92,10 +91,14 @@ class ScriptReport(Shown):
         updates = formatting.counted(self.updates, "update") if results else ""
         return {**(results or {"result": str(self)}), "updates": updates}
 
-    def _fragment(self) -> Markup:
+    def _blocks(self) -> Iterator[Block]:
+        yield from map(Note, str(self).splitlines())
+
+    def _page(self) -> Iterator[Block]:
         if not self.modules:
-            return Markup("<section><h1>{}</h1></section>").format(formatting.capital(str(self)))
-        return Markup("").join(report_page.fragment(each.report.summary, title=each.module) for each in self.modules)
+            yield Note(formatting.capital(str(self)), "headline")
+        for each in self.modules:
+            yield from wording.full(each.report.summary, each.module)
 
     def __str__(self) -> str:
         if self.why_nothing:

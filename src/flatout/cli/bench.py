@@ -23,9 +23,9 @@ import flatout.amp
 import flatout.optim
 from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
+from flatout.core.machine import environment_of
 from flatout.core.snapshot import Snapshot
 from flatout.data import InMemoryLoader
-from flatout.report.environment import environment_of
 from flatout.testing import PairedRace
 
 DESCRIPTION = """\

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
+from flatout.report import html
+from flatout.report.document import Block, Note, Part, Table, show
 
 DESCRIPTION = """\
 Runs two scripts of the folder examples, each in three processes, one after the
@@ -88,16 +88,17 @@ def run(args: argparse.Namespace) -> int:
             import sklearn.datasets  # noqa: F401
         except ImportError as error:
             raise CommandError("the job digits requires scikit-learn: pip install 'flatout[demo]'") from error
-    console = Console(record=True)
-    jobs = {}
+    console = Console()
+    jobs: dict[str, list[Process]] = {}
+    page: list[Block] = []
     for name in names:
         epochs = 1 if args.quick else EPOCHS[name]
-        console.print(Rule(f"[bold]{name}.py --epochs {epochs}", align="left", style="dim"))
         jobs[name] = run_job(name, epochs, console.width)
-        show(jobs[name], console)
-    page = console.export_html()
+        shown = [Note(f"{name}.py --epochs {epochs}", "headline"), *blocks(jobs[name])]
+        page += shown
+        show(shown, console)
     writers = {
-        "html": lambda path: path.write_text(page, encoding="utf-8"),
+        "html": lambda path: path.write_text(html.page("flatout demo", page), encoding="utf-8"),
         "json": lambda path: path.write_text(to_json(jobs), encoding="utf-8"),
     }
     write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
@@ -141,7 +142,7 @@ def run_process(title: str, command: Sequence[str], environment: Mapping[str, st
     output = ""
     start = time.perf_counter()
     with (
-        Console().status(title) as status,  # not on the console that records the page
+        Console().status(title) as status,
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
@@ -159,26 +160,26 @@ def run_process(title: str, command: Sequence[str], environment: Mapping[str, st
     return Process(title, seconds, float(training), held_out, receipt.rstrip())
 
 
-def show(processes: Sequence[Process], console: Console) -> None:
-    """Print the processes of a job, seconds that flatout saved or lost, and the receipt of the first start."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("")
-    for heading in ("process", "gain", "training", "gain"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("held-out")
+def blocks(processes: Sequence[Process]) -> Iterator[Block]:
+    """Yield the processes of a job, the seconds that flatout saved or lost, and the receipt of the first start."""
+    rows: list[list[Part]] = []
     plain, *through_flatout = processes
     for each in processes:
-        cells = [each.title]
+        cells: list[Part] = [(each.title, "strong")]
         for seconds, reference in ((each.seconds, plain.seconds), (each.training_seconds, plain.training_seconds)):
             cells += [formatting.seconds(seconds), "" if each is plain else f"{reference / seconds:.2f}×"]
-        table.add_row(*cells, each.held_out)
-    console.print(table, "")
+        rows.append([*cells, each.held_out])
+    headings = ["", "process", "gain", "training", "gain", "held-out"]
+    yield Table(rows, headings, frozenset({1, 2, 3, 4}), is_explained=True)
+    yield Note("")
     for each, expense in zip(through_flatout, ("Tuning", "The cached plan"), strict=True):
         saved = plain.seconds - each.seconds
         paid, than = ("paid", "less") if saved > 0 else ("did not pay", "more")
         took = f"{formatting.seconds(abs(saved))} {than} than plain PyTorch"
-        console.print(f"{expense} {paid} in this training: the whole process took {took}.", highlight=False)
-    console.print("", Text(through_flatout[0].receipt), "", sep="\n")
+        yield Note(f"{expense} {paid} in this training: the whole process took {took}.")
+    yield Note("")
+    yield Note(through_flatout[0].receipt, "pre")
+    yield Note("")
 
 
 def to_json(jobs: Mapping[str, Sequence[Process]]) -> str:

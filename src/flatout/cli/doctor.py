@@ -6,14 +6,12 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch.utils import collect_env
 
@@ -22,6 +20,7 @@ from flatout.cli.diagnosis import Finding, Verdict, examine
 from flatout.cli.rank_checks import examine_ranks
 from flatout.core.formatting import first_line, visible
 from flatout.distributed import process_group
+from flatout.report.document import Block, Note, Part, Table, show
 
 DESCRIPTION = """\
 Shows the output of torch.utils.collect_env, and checks what flatout requires:
@@ -39,7 +38,7 @@ examples:
 The exit status is 1 if something is broken, else 0."""
 
 STDOUT = Path("-")
-_STYLES: dict[Verdict, str] = {"broken": "bold red", "slow": "bold yellow", "note": "cyan", "good": "green"}
+_STYLES: dict[Verdict, str] = {"broken": "slower", "slow": "warn", "note": "place", "good": "chosen"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console(highlight=False)
         console.print(Text(visible(text)), soft_wrap=True)
         console.print()
-        show(findings, console)
+        show(blocks(findings), console)
         writers = {"json": lambda path: path.write_text(f"{record_text}\n", encoding="utf-8")}
         write(files, writers, lambda line: console.print(line, markup=False, soft_wrap=True))
     return int(any(finding.verdict == "broken" for finding in findings))
@@ -92,22 +91,18 @@ def _findings() -> tuple[Finding, ...]:
         ) from error
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings as a table on ``console``."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, expand=False)
-    for heading in ("verdict", "topic", "what", "found"):
-        table.add_column(heading, no_wrap=heading != "found", overflow="fold")
-    for finding in findings:
-        style = _STYLES[finding.verdict]
-        found = Text(visible(finding.found))
-        if finding.fix:
-            found.append(f"\nfix: {visible(finding.fix)}", style=style)
-        table.add_row(Text(finding.verdict, style=style), finding.topic, Text(finding.name), found)
-    console.print(table)
-    console.print()
-    counts = Counter(finding.verdict for finding in findings)
-    shown = (Text(f"{counts[verdict]} {verdict}", style) for verdict, style in _STYLES.items() if counts[verdict])
-    console.print(Text(", ").join(shown))
+def blocks(findings: Sequence[Finding]) -> Iterator[Block]:
+    """Yield a table of the findings, and their number by verdict."""
+    rows: list[list[Part | list[Part]]] = []
+    for each in findings:
+        style = _STYLES[each.verdict]
+        fix: list[Part] = [(f"fix: {each.fix}", style)] if each.fix else []
+        rows.append([(each.verdict, style), each.topic, each.name, [each.found, *fix]])
+    yield Table(rows, ["verdict", "topic", "what", "found"], is_explained=True)
+    counts = Counter(each.verdict for each in findings)
+    tally = [(f"{counts[verdict]} {verdict}", style) for verdict, style in _STYLES.items() if counts[verdict]]
+    yield Note("")
+    yield Note(tally, gap=", ")
 
 
 COMMAND = Command(

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, with the limits of a container."""
+"""Cores and memory that this process may use, with the limits of a container, and the environment of figures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+
+from flatout.core.version import __version__
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
@@ -142,3 +146,22 @@ def text_of(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def environment_of(device: torch.device) -> dict[str, str]:
+    """Return the environment of figures that are measured on ``device``, fact by name."""
+    if device.type == "cuda":
+        cudnn = str(torch.backends.cudnn.version())
+        gpu = {"cpu": cpu_name(), "cuda": str(torch.version.cuda), "cudnn": cudnn}
+    else:
+        gpu = {}
+    return {
+        "device": f"{device.type} ({torch.cuda.get_device_name(device) if gpu else cpu_name()})",
+        **gpu,
+        "cores": str(usable_cores()),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "flatout": __version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from flatout.core import formatting
 from flatout.optim.fuse import FUSABLE
 from flatout.profile.shown_profile import Profile, ms
-from flatout.report.model import Row
-from flatout.report.remedies import untried
+from flatout.report.model import Row, untried
 
 _WORTH = 0.05
 """Smallest share of a step that advice mentions."""

@@ -21,12 +21,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flatout.core.batches import batch_size_of
 from flatout.core.kineto import allocated_peak, quiet_allocator, quiet_kineto
+from flatout.core.machine import environment_of
 from flatout.profile.advice import advise
 from flatout.profile.phase_timer import PhaseTimer
 from flatout.profile.profile_data import Operator, Step, Sync
 from flatout.profile.shown_profile import Profile
 from flatout.profile.syncs import watching
-from flatout.report.environment import environment_of
 from flatout.report.model import Row
 
 SEARCHED_STEPS = 2

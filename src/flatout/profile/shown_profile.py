@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
 from flatout.core import formatting
-from flatout.profile.profile_data import PHASES, Operator, Phase, Step, Sync
-from flatout.report import charts, html, terminal
+from flatout.profile.profile_data import Operator, Phase, Step, Sync
+from flatout.report.document import Block, Chart, Note, Part, Table
 from flatout.report.shown import Shown
+from flatout.report.wording import environment
 
 SCHEMA_VERSION = 3
 """Version of the JSON form, which increases when a field changes its meaning or is removed."""
 
-LOOKS: Mapping[Phase, tuple[str, str, str]] = {
-    "loader_wait": ("waiting for data", "dark_orange", "var(--load)"),
-    "h2d": ("copying to the device", "yellow", "var(--rejected)"),
-    "forward": ("forward and loss", "blue", "var(--step)"),
-    "backward": ("backward", "magenta", "var(--untried)"),
-    "update": ("update", "green", "var(--kept)"),
-    "host_idle": ("the loop's own code", "bright_black", "var(--soft)"),
+LOOKS: Mapping[Phase, tuple[str, str]] = {
+    "loader_wait": ("waiting for data", "load"),
+    "h2d": ("copying to the device", "copy"),
+    "forward": ("forward and loss", "forward"),
+    "backward": ("backward", "backward"),
+    "update": ("update", "update"),
+    "host_idle": ("the loop's own code", "rest"),
 }
-"""Name of each phase in tables and sentences, its style in a terminal, and its color on a page."""
-
-_ROWS = 8
-"""Rows of a table in a terminal. The page shows all."""
-
-_NUMBERS = {"share", "calls", "host", "GPU", "per step"}
-"""Headings of columns of numbers."""
-
-_STYLES = {"operator": "bold", "at": "bold", "code": "dim"}
-"""Styles of columns in a terminal, by heading."""
-
-_TableText = tuple[str, str, Sequence[str], list[list[str]]]
-"""Title, note, headings and rows of a table."""
+"""Name and style of each phase."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,30 +103,36 @@ class Profile(Shown):
             raise ValueError("this profile has no trace: the loop ended before the profiler began")
         Path(path).write_bytes(self.trace if fspath(path).endswith(".gz") else gzip.decompress(self.trace))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from _rendered(self, options)
-
-    def __str__(self) -> str:
-        return terminal.plain_text(lambda options: _rendered(self, options), None, None)
-
     def _facts(self) -> dict[str, str]:
         steps = formatting.counted(len(self.steps), "step")
         return {"seconds": f"{ms(self.seconds)} a step", "biggest": _headline(self)[0], "steps": steps}
 
-    def _fragment(self) -> Markup:
-        chart = [charts.Segment(LOOKS[phase][0], 1e3 * self.phases[phase], LOOKS[phase][2]) for phase in PHASES]
-        return html.render(
-            "profile.html.j2",
-            profile=self,
-            seconds=ms(self.seconds),
-            facts=_headline(self),
-            basis=_basis(self),
-            chart=charts.stacked("time of a step by phase", {"time": chart}),
-            looks=LOOKS,
-            tables=list(tables(self)),
-            numbers=_NUMBERS,
-            peak=_peak(self),
-        )
+    def _blocks(self) -> Iterator[Block]:
+        yield Note([(ms(self.seconds), "factor"), " a step"], "headline")
+        yield Note(f"{formatting.capital('; '.join(_headline(self)))}.", "lead")
+        yield Note(f"{formatting.capital(_basis(self))}.", "quiet")
+        if self.verdict:
+            yield Note(self.verdict)
+        yield Note("Where a step's time goes", "title")
+        ends = pairwise(accumulate((1e3 * seconds for seconds in self.phases.values()), initial=0.0))
+        bars = []
+        for (phase, seconds), (start, end) in zip(self.phases.items(), ends, strict=True):
+            name, style = LOOKS[phase]
+            value = f"{formatting.share(seconds / self.seconds)}, {ms(seconds)}"
+            bars.append((name, value, [(start, end, style, "")]))
+        yield Chart("time of a step by phase", bars, is_connected=True)
+        if self.advice:
+            yield Note("What to do, the costliest first", "title")
+            yield Table([[f"{number}", (sentence, "why")] for number, sentence in enumerate(self.advice, 1)])
+        for title, note, table in tables(self):
+            yield Note(title, "title")
+            yield Note(note, "quiet")
+            yield table
+        if self.memory_peak is not None:
+            place = " on the GPU" if self.on_gpu else ", without memory from before profiling"
+            yield Note("Memory", "title")
+            yield Note(f"Peak {formatting.size_of(self.memory_peak)}{place}.", "quiet")
+        yield from environment(self.environment)
 
 
 def ms(seconds: float) -> str:
@@ -150,8 +140,9 @@ def ms(seconds: float) -> str:
     return formatting.milliseconds(1e3 * seconds)
 
 
-def tables(profile: Profile) -> Iterator[_TableText]:
-    """Yield the tables of a profile that have rows, in their order."""
+def tables(profile: Profile) -> Iterator[tuple[str, str, Table]]:
+    """Yield the tables of a profile that have rows: title, note and table."""
+    rows: list[list[Part]]
     if profile.operators:
         has_kernels = profile.device_busy is not None
         own = "the operator's own kernels" if has_kernels else "its own time, without the operators that it calls"
@@ -159,9 +150,10 @@ def tables(profile: Profile) -> Iterator[_TableText]:
         for operator in profile.operators:
             gpu = [ms(operator.device_seconds)] if has_kernels else []
             calls, host = formatting.count(operator.calls), ms(operator.host_seconds)
-            rows.append([formatting.share(operator.share), *gpu, host, calls, operator.name])
+            rows.append([formatting.share(operator.share), *gpu, host, calls, (operator.name, "strong")])
         note = f"Share of a step under the profiler ({ms(profile.profiled_seconds or 0.0)}): {own}."
-        yield "Costliest operators", note, ("share", *["GPU"] * has_kernels, "host", "calls", "operator"), rows
+        headings = ["share", *["GPU"] * has_kernels, "host", "calls", "operator"]
+        yield "Costliest operators", note, Table(rows, headings, frozenset(range(len(headings) - 1)))
     if profile.syncs:
         note = "Each sync point makes Python wait until the GPU has finished all queued work."
         if not profile.on_gpu:
@@ -169,8 +161,8 @@ def tables(profile: Profile) -> Iterator[_TableText]:
         rows = []
         for sync in profile.syncs:
             where, phase = sync.where or "not in your code", LOOKS[sync.phase][0]
-            rows.append([formatting.count(sync.per_step), sync.what, where, phase, sync.code])
-        yield "Sync points", note, ("per step", "call", "at", "in", "code"), rows
+            rows.append([formatting.count(sync.per_step), sync.what, (where, "strong"), phase, (sync.code, "code")])
+        yield "Sync points", note, Table(rows, ["per step", "call", "at", "in", "code"], frozenset({0}))
 
 
 def _headline(profile: Profile) -> list[str]:
@@ -189,62 +181,3 @@ def _basis(profile: Profile) -> str:
     steps = formatting.counted(len(profile.steps), "step")
     text = f"mean of {steps} without the profiler, after {profile.before} warm-up steps"
     return text if profile.profiled_steps else f"{text}; the loop ended before the profiler began"
-
-
-def _peak(profile: Profile) -> str:
-    """Return the peak of memory; empty if no step was profiled."""
-    if profile.memory_peak is None:
-        return ""
-    peak = f"peak {formatting.size_of(profile.memory_peak)}"
-    return f"{peak} on the GPU" if profile.on_gpu else f"{peak}, without memory from before profiling"
-
-
-def _rendered(profile: Profile, options: ConsoleOptions) -> Iterator[RenderableType]:
-    """Yield the parts of the profile, top to bottom, for a console of ``options.max_width`` columns."""
-    plain = options.ascii_only
-
-    def say(text: str, style: str = "") -> Text:
-        return terminal.say(formatting.clean(text), plain, style)
-
-    def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        grid = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
-        for heading in headings:
-            right = heading in _NUMBERS
-            grid.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
-        for row in rows:
-            grid.add_row(*(say(text, _STYLES.get(heading, "")) for heading, text in zip(headings, row, strict=True)))
-        return grid
-
-    def titled(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
-        yield Text("")
-        yield say(title, "bold cyan")
-        yield from (Padding(part, (0, 0, 0, 2)) for part in parts)
-
-    yield Text.assemble(("flatout", "bold magenta"), "  ", say(f"{ms(profile.seconds)} a step", "bold"))
-    yield say("; ".join(_headline(profile)), "bold")
-    yield say(_basis(profile), "dim")
-    if profile.verdict:
-        yield say(profile.verdict)
-    yield Text("")
-    phases = Table.grid(padding=(0, 2, 0, 0))
-    for justify in ("right", "left", "right", "left"):
-        phases.add_column(justify=justify)
-    width, longest = max(10, min(40, options.max_width - 62)), max(profile.phases.values())
-    for phase, seconds in profile.phases.items():
-        name, style, _ = LOOKS[phase]
-        bar = "█" * round(width * seconds / longest)
-        share = formatting.share(seconds / profile.seconds)
-        phases.add_row(say(share), say(name, style), say(ms(seconds)), say(bar, style))
-    yield phases
-    advice = Table.grid(padding=(0, 1))
-    advice.add_column(justify="right")
-    advice.add_column(overflow="fold")
-    for number, sentence in enumerate(profile.advice, 1):
-        advice.add_row(say(f"{number}", "bold"), say(sentence))
-    yield from titled("what to do", advice)
-    for title, note, headings, rows in tables(profile):
-        yield from titled(title[0].lower() + title[1:], say(note, "dim"), table(headings, rows[:_ROWS]))
-    if profile.memory_peak is not None:
-        yield from titled("memory", say(_peak(profile)))
-    yield Text("")
-    yield terminal.facts(profile.environment, plain)

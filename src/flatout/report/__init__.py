@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-from rich.console import Console, ConsoleOptions, RenderableType
-
-from flatout.report import receipt, report_page, report_text, serialize, wording
+from flatout.report import model, wording
 from flatout.report.comparison import Comparison, compare
+from flatout.report.document import Block
 from flatout.report.model import SCHEMA_VERSION, Gain, Pace, Row, Status, Summary, Trial
 from flatout.report.shown import Shown
 
 __all__ = [
     "SCHEMA_VERSION",
     "Comparison",
-    "FullReport",
     "Gain",
     "Pace",
     "Report",
@@ -30,30 +27,15 @@ __all__ = [
 ]
 
 
-class FullReport:
-    """View of a ``Summary`` for terminals, with every row and its reason.
-
-    Args:
-        summary: the data shown.
-    """
-
-    def __init__(self, summary: Summary) -> None:
-        self._summary = summary
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from report_text.render(self._summary, options)
-
-    def __str__(self) -> str:
-        return report_text.to_text(self._summary)
-
-    __repr__ = __str__
-
-
 class Report(Shown):
     """View of a ``Summary`` for terminals, notebooks and files.
 
     ``print(report)`` prints one screen, and ``rich.print(report)`` prints the screen in color. A Jupyter cell shows a
-    table with charts. ``full()`` returns every row. ``to_json`` and ``to_html`` write files.
+    table with charts. ``full()`` prints every row. ``to_json`` and ``to_html`` write files.
+
+    Args:
+        summary: the data shown.
+        is_full: True if the text has every row with its reason.
 
     Attributes:
         summary: the data shown.
@@ -61,8 +43,9 @@ class Report(Shown):
 
     _TITLE = "flatout report"
 
-    def __init__(self, summary: Summary) -> None:
+    def __init__(self, summary: Summary, *, is_full: bool = False) -> None:
         self.summary = summary
+        self._is_full = is_full
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -84,7 +67,7 @@ class Report(Shown):
         raise KeyError(f"no row {technique!r}; there are: {', '.join(row.technique for row in self.rows)}")
 
     def to_dict(self) -> dict[str, Any]:
-        return serialize.to_dict(self.summary)
+        return model.to_dict(self.summary)
 
     @classmethod
     def from_json(cls, source: str | PathLike[str]) -> Report:
@@ -99,23 +82,17 @@ class Report(Shown):
         """
         is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-        return cls(serialize.from_json(text))
+        return cls(model.from_json(text))
 
-    def full(self) -> FullReport:
-        """Return every row with its reason, for ``print(report.full())``."""
-        return FullReport(self.summary)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from receipt.render(self.summary, options)
-
-    def __str__(self) -> str:
-        return receipt.to_text(self.summary)
+    def full(self) -> Report:
+        """Return the report with every row and its reason, for ``print(report.full())``."""
+        return Report(self.summary, is_full=True)
 
     def _facts(self) -> dict[str, str]:
-        return {
-            "result": wording.headline(self.summary),
-            "rows": f"{len(self.summary.in_use)} of {len(self.rows)} techniques in use",
-        }
+        return {"result": wording.headline(self.summary), "rows": wording.in_use(self.summary)}
 
-    def _fragment(self) -> Markup:
-        return report_page.fragment(self.summary)
+    def _blocks(self) -> Iterable[Block]:
+        return wording.full(self.summary) if self._is_full else wording.receipt(self.summary)
+
+    def _page(self) -> Iterable[Block]:
+        return wording.full(self.summary)

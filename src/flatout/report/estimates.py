@@ -152,26 +152,9 @@ def _half_width(a: tuple[float, int], b: tuple[float, int], known_variance: floa
 
 
 T_QUANTILES = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-)
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
+)  # fmt: skip
 """0.975 quantiles of Student's t distribution with 1 to 19 degrees of freedom. More degrees use the last quantile."""
 
 

@@ -1,11 +1,13 @@
-"""Data model of a report: plain, frozen data for all renderings (terminal, HTML, JSON)."""
+"""Data model of a report: plain, frozen data for all renderings, and its JSON form."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flatout.core import formatting
 from flatout.core.breaks import Break
@@ -21,6 +23,13 @@ SCHEMA_VERSION = 2
 
 READABLE_VERSIONS = (1, SCHEMA_VERSION)
 """Versions that can be read. In version 1, ``Gain.ratio`` and ``Trial.candidate_ms`` are medians."""
+
+
+ON_CORE = 0.8
+"""Least CPU time of a step on the CPU, relative to its wall time, on a machine without other programs.
+
+Without other programs, at least one thread computes all the time, which gives 1. Two programs for a core give 0.5.
+"""
 
 
 @dataclass(frozen=True)
@@ -287,13 +296,33 @@ class Summary(Described):
 
     @property
     def in_use(self) -> tuple[Row, ...]:
-        """Rows of the techniques in use."""
+        """Rows of the techniques in use, and of the rules."""
         return tuple(row for row in self.rows if row.status == "kept")
+
+    @property
+    def rules(self) -> tuple[Row, ...]:
+        """Rows in use that neither a trial nor the user has chosen. They apply to every training."""
+        return tuple(
+            row for row in self.in_use if row.gain is None and not row.chosen and row.technique not in self.won
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """True if other programs competed for the cores while the loop was measured.
+
+        The load average shows them, and so does a step on the CPU that has less CPU time than wall time.
+        """
+        cores = self.environment.get("cores", "")
+        if self.load_average is not None and cores.isdecimal() and self.load_average > int(cores):
+            return True
+        computes_here = self.environment.get("device", "").startswith("cpu")
+        paces = [pace for pace in (self.before, self.after) if pace is not None and not pace.ranks]
+        return computes_here and any(p.cpu_ms is not None and p.cpu_ms < ON_CORE * p.step_ms for p in paces)
 
     def _facts(self) -> dict[str, str]:
         return {
             "gain": "" if self.gain is None else f"{self.gain.ratio:.2f}×",
-            "rows": f"{len(self.in_use)} of {len(self.rows)} in use",
+            "rows": f"{len(self.in_use) - len(self.rules)} of {len(self.rows) - len(self.rules)} techniques in use",
             "device": self.environment.get("device", ""),
         }
 
@@ -327,3 +356,106 @@ class Summary(Described):
             return None
         saved = (self.before.total_ms - self.after.total_ms) / 1e3
         return self.tuning_seconds / saved if saved > 0 else None
+
+
+_ARGUMENTS = {
+    "batch_size": "batch_size='auto'",
+    "precision": "precision='bf16'",
+    "workers": "techniques={'workers': 2}",
+}
+
+
+def argument_of(technique: str) -> str:
+    """Return the argument of ``flatout.optimize`` that tries a technique."""
+    return _ARGUMENTS.get(technique, f"techniques={{{technique!r}: True}}")
+
+
+def untried(rows: Iterable[Row], techniques: Iterable[str]) -> list[str]:
+    """Return the titles of untried techniques, each with the argument that tries the technique.
+
+    Techniques are omitted if they were kept, rejected or forbidden, if they do not apply, or if they have no row.
+    """
+    by_name = {row.technique: row for row in rows if row.status == "not tried" and not row.left_out}
+    return [f"{formatting.clean(by_name[name].title)} ({argument_of(name)})" for name in techniques if name in by_name]
+
+
+def to_dict(summary: Summary) -> dict[str, Any]:
+    """Return a report as plain dicts, lists, strings and numbers.
+
+    A number that is not finite becomes None, because JSON has only finite numbers. The ends of a gain without an
+    interval become None, too.
+    """
+    return {"schema": SCHEMA_VERSION, **plain(summary)}
+
+
+def from_json(text: str) -> Summary:
+    """Read a report from the JSON text of ``to_dict``, in a version of ``READABLE_VERSIONS``. Ignore unknown fields.
+
+    Raises:
+        ValueError: the text is not JSON, not a report, or has an unreadable schema version.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a report must be JSON: {error}") from error
+    return from_dict(data)
+
+
+def from_dict(data: Any) -> Summary:
+    """Read a report from the plain data of ``to_dict``, in a version of ``READABLE_VERSIONS``. Ignore unknown fields.
+
+    Raises:
+        ValueError: the data is not a report, or has an unreadable schema version.
+    """
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ValueError("a report must be a JSON object with the key 'schema'")
+    if data["schema"] not in READABLE_VERSIONS:
+        known = " or ".join(map(str, READABLE_VERSIONS))
+        raise ValueError(f"the report's schema must be {known}, got {data['schema']!r}")
+    try:
+        return _read(Summary, data)
+    except KeyError as error:
+        raise ValueError(f"the report lacks the field {error}") from error
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the report has a field of the wrong kind: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a data model as plain dicts, lists, strings and numbers, as ``to_dict`` does."""
+    if isinstance(value, Gain):
+        low, high = value.interval or (None, None)
+        return {"ratio": plain(value.ratio), "low": low, "high": high}
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return a value of type ``kind`` from plain data. A missing float becomes its default, or NaN."""
+    arguments = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        required = {each.name for each in fields(kind) if _is_required(each)}
+        given = {name for name in kinds if value.get(name) is not None}
+        return kind(**{name: _read(kinds[name], value[name]) for name in kinds if name in given | required})
+    if get_origin(kind) is Literal:
+        if value not in arguments:
+            raise ValueError(f"a status or statistic must be one of {', '.join(arguments)}; got {value!r}")
+        return value
+    if isinstance(kind, UnionType):
+        return None if value is None else _read(arguments[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(_read(arguments[0], item) for item in value)
+    if arguments:  # a mapping
+        return {str(key): _read(arguments[1], item) for key, item in value.items()}
+    return math.nan if kind is float and value is None else kind(value)
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING

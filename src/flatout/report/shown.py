@@ -1,17 +1,19 @@
-"""Files and notebook cells of a report or a profile."""
+"""Base of results that a terminal, a notebook and files show."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from markupsafe import Markup
+from rich.console import Console, ConsoleOptions, RenderableType
 
 from flatout.core.described import Described
-from flatout.report import html
+from flatout.report.document import Block, plain_text, render
+from flatout.report.html import cell, page
 
 
 class Shown(Described):
@@ -28,8 +30,12 @@ class Shown(Described):
         """Return everything shown, as plain data with the key ``schema``."""
 
     @abstractmethod
-    def _fragment(self) -> Markup:
-        """Return everything shown, as HTML."""
+    def _blocks(self) -> Iterable[Block]:
+        """Return the blocks of the text."""
+
+    def _page(self) -> Iterable[Block]:
+        """Return the blocks of the page."""
+        return self._blocks()
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
         """Return everything shown, as JSON text.
@@ -49,7 +55,13 @@ class Shown(Described):
         Args:
             path: file to write.
         """
-        Path(path).write_text(html.render("page.html.j2", title=self._TITLE, body=self._fragment()), encoding="utf-8")
+        Path(path).write_text(page(self._TITLE, self._page()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        return str(html.render("cell.html.j2", body=self._fragment()))
+        return cell(self._page())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from render(self._blocks(), options)
+
+    def __str__(self) -> str:
+        return plain_text(self._blocks())

@@ -1,68 +1,28 @@
-"""Wording of statuses, gains and trials, which terminal and HTML share."""
+"""Receipt and full report: the blocks that terminal and page share."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import TypeGuard
 
 from flatout.core import formatting
+from flatout.report.document import Block, Cell, Chart, Note, Part, Table
 from flatout.report.model import Gain, Pace, RankPace, Row, Status, Summary, Trial
 
-
-@dataclass(frozen=True)
-class StatusLook:
-    """Look of a status.
-
-    Attributes:
-        mark: one character before the word.
-        ascii_mark: mark in a terminal with ASCII alone.
-        style: style of rich.
-        css: class of the HTML pill.
-        meaning: meaning of the status, for a legend.
-    """
-
-    mark: str
-    ascii_mark: str
-    style: str
-    css: str
-    meaning: str
-
-
-LOOKS: dict[Status, StatusLook] = {
-    "kept": StatusLook("✓", "+", "bold green", "kept", "in use: it pays on this model and data, or it is always right"),
-    "rejected": StatusLook("✗", "x", "yellow", "rejected", "measured here and undone: it does not pay"),
-    "advice": StatusLook("→", ">", "bold cyan", "advice", "only you can change this"),
-    "not tried": StatusLook("○", "o", "blue", "untried", "no time was left for it, or you forbade it"),
-    "not applicable": StatusLook("–", "-", "dim", "na", "has no meaning for this model, data or machine"),
+LOOKS: Mapping[Status, tuple[str, str]] = {
+    "kept": ("✓", "kept"),
+    "rejected": ("✗", "rejected"),
+    "advice": ("→", "advice"),
+    "not tried": ("○", "untried"),
+    "not applicable": ("–", "na"),
 }
+"""Mark and style of each status."""
 
-
-class PartLook(NamedTuple):
-    """Look of a part of a batch's time.
-
-    Attributes:
-        name: name of the part.
-        short: name in the heading of a narrow column.
-        color: color of the style sheet.
-    """
-
-    name: str
-    short: str
-    color: str
-
-
-WAITING = PartLook("waiting for data", "wait for data", "var(--load)")
-COMPUTING = PartLook("computing", "step", "var(--step)")
-PHASES = {
-    "forward": PartLook("forward and loss", "forward", "var(--step)"),
-    "backward": PartLook("backward", "backward", "var(--untried)"),
-    "update": PartLook("update", "update", "var(--kept)"),
-    "other": PartLook("the rest of the step", "rest", "var(--soft)"),
-}
-"""Looks of the phases of a step, in their order."""
+PHASES = {"forward": "forward and loss", "backward": "backward", "update": "update"}
+"""Names of the phases of a step, in their order."""
 
 UNEXPLAINED = "not explained by these"
 
@@ -72,160 +32,160 @@ STRAGGLES = 1.1
 FASTER = 1.01
 """Smallest speedup that counts as a gain."""
 
-
-class Figure(NamedTuple):
-    """Figure of the loop, before and after.
-
-    Attributes:
-        name: name of the figure.
-        values: one for each loop; empty if unknown.
-        meaning: explanation of the name.
-    """
-
-    name: str
-    values: tuple[str, ...]
-    meaning: str
-
-
-def paces(summary: Summary) -> dict[str, Pace]:
-    """Return the known paces, by label."""
-    both = {"before": summary.before, "after": summary.after}
-    return {label: pace for label, pace in both.items() if pace is not None}
-
-
-def times(*paces: Pace) -> list[tuple[PartLook, list[float]]]:
-    """Return the parts of a batch's time, each with its milliseconds in every pace.
-
-    The step is divided into phases if all paces have phases. Parts without time in all paces are omitted.
-    """
-    parts = [(WAITING, [pace.load_ms for pace in paces])]
-    if all(pace.phases for pace in paces):
-        named = [name for name in PHASES if name != "other"]
-        for name in named:
-            parts.append((PHASES[name], [pace.step_ms * pace.phases.get(name, 0.0) for pace in paces]))
-        rest = [pace.step_ms * (1 - sum(pace.phases.get(name, 0.0) for name in named)) for pace in paces]
-        parts.append((PHASES["other"], [max(0.0, ms) for ms in rest]))
-    else:
-        parts.append((COMPUTING, [pace.step_ms for pace in paces]))
-    return [(part, ms) for part, ms in parts if any(ms)]
-
-
-_FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str], str], ...] = (
-    ("samples/s", lambda pace: pace.samples_per_second, formatting.count, "what training gets through"),
-    (
-        "loader alone",
-        lambda pace: pace.loader_per_second,
-        formatting.count,
-        "samples/s that the loader would deliver if no step came between",
-    ),
-    (
-        "step alone",
-        lambda pace: pace.step_per_second,
-        formatting.count,
-        "samples/s that the step would take if it never waited for data",
-    ),
-    (
-        "step memory",
-        lambda pace: pace.step_bytes,
-        formatting.size_of,
-        "what a step takes on top of parameters, gradients and optimizer state",
-    ),
-    (
-        "MFU",
-        lambda pace: pace.mfu,
-        lambda mfu: formatting.share(mfu, 1),
-        "share of the device's fastest arithmetic that goes into the model",
-    ),
-    (
-        "exposed communication",
-        lambda pace: pace.exposed_ms,
-        formatting.milliseconds,
-        "what averaging gradients over all ranks adds to a step",
-    ),
-    (
-        "scaling efficiency",
-        lambda pace: pace.scaling,
-        lambda scaling: formatting.share(scaling, 1),
-        "speed of a rank relative to one rank that trains alone",
-    ),
-)
-
-
-def figures(*paces: Pace) -> list[Figure]:
-    """Return the rates and costs of the paces. Figures that no pace has are omitted."""
-    found = []
-    for name, value, text_of, meaning in _FIGURES:
-        values = [value(pace) for pace in paces]
-        if any(value is not None for value in values):
-            found.append(Figure(name, tuple("" if v is None else text_of(v) for v in values), meaning))
-    return found
-
-
 RANKS_SHOWN = 8
 """Largest number of ranks that are shown one by one."""
 
+_FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str], str], ...] = (
+    ("samples/s", lambda p: p.samples_per_second, formatting.count, "samples of all ranks"),
+    ("loader alone", lambda p: p.loader_per_second, formatting.count, "samples/s of the loader without steps"),
+    ("step alone", lambda p: p.step_per_second, formatting.count, "samples/s of the step without waiting for data"),
+    ("step memory", lambda p: p.step_bytes, formatting.size_of, "peak beyond parameters, gradients, optimizer state"),
+    ("MFU", lambda p: p.mfu, lambda mfu: formatting.share(mfu, 1), "FLOP/s relative to the device's peak"),
+    ("exposed communication", lambda p: p.exposed_ms, formatting.milliseconds, "time to average gradients, per step"),
+    ("scaling efficiency", lambda p: p.scaling, lambda part: formatting.share(part, 1), "relative to a rank alone"),
+)  # fmt: skip
+"""Name, value, format and meaning of the figures of a pace."""
 
-def rank_table(ranks: Sequence[RankPace]) -> list[tuple[str, ...]]:
-    """Return a table of the slowest ``RANKS_SHOWN`` ranks, with its heading. The JSON form has all ranks."""
-    if not ranks:
+
+def receipt(summary: Summary) -> Iterator[Block]:
+    """Yield the blocks of one screen, with the technique names of ``optimize(techniques=...)``."""
+    yield _headline(summary)
+    yield Note([*_rates(summary), in_use(summary)], label=" ", gap=" · ")
+    timed = [row for row in summary.in_use if row not in summary.rules]
+    rows = [*_receipt_rows("in use", timed), *_receipt_rows("tried", _of(summary, "rejected"))]
+    if rows:
+        yield Table(rows, right=frozenset({3}), is_explained=True)
+    yield from _remarks("not tried", "untried", [row for row in _of(summary, "not tried") if not row.left_out])
+    yield from _remarks("advice", "advice", _of(summary, "advice"))
+    if summary.rules:
+        yield Note(f"always on: {', '.join(row.technique for row in summary.rules)}", label="rules")
+    yield from _batch_chart(summary, "batch")
+    pace = summary.after or summary.before
+    if pace is not None and pace.ranks:
+        yield Note(_ranks_in_words(pace), label="ranks")
+    if pace is not None and straggler(pace.ranks):
+        yield Note(straggler(pace.ranks), label=" ")
+    if summary.verdict:
+        yield Note(summary.verdict, label="limit")
+    yield from _notes(summary)
+    yield Note(" · ".join(filter(None, [cost(summary), f"report.full() lists all {len(summary.rows)} rows"])), "quiet")
+    yield from environment(summary.environment)
+
+
+def full(summary: Summary, title: str = "") -> Iterator[Block]:
+    """Yield the blocks of the whole report: times, gains, and every row with its reason.
+
+    Args:
+        summary: the report.
+        title: name of the tuned module, in a report on several modules.
+    """
+    yield _headline(summary, title)
+    if _rates(summary):
+        yield Note(_rates(summary), "lead", gap=" · ")
+    tally = Counter("rule" if row in summary.rules else row.status for row in summary.rows)
+    words = [(f"{mark} {tally[status]} {status}", style) for status, (mark, style) in LOOKS.items() if tally[status]]
+    if tally["rule"]:
+        words.insert(bool(tally["kept"]), (f"✓ {formatting.counted(tally['rule'], 'rule')}", "na"))
+    if words:
+        yield Note(words, gap=" ")
+    yield from _batch(summary)
+    yield from _waterfall(summary)
+    yield from _gains(summary.rows)
+    reasons: dict[str, list[Part]] = {}
+    for row in _of(summary, "not applicable"):
+        reasons.setdefault(row.why, []).append((row.title, "quiet"))
+    shown = [row for row in summary.rows if row.status != "not applicable"]
+    if shown:
+        yield Note("The checklist", "title")
+        yield _checklist(shown, summary.rules)
+    if reasons:
+        folded = f"{formatting.counted(tally['not applicable'], 'technique')} not applicable here"
+        rows: list[list[Cell]] = [[names, (reason, "why")] for reason, names in reasons.items()]
+        yield Table(rows, ["technique", "reason"], is_explained=True, folded=folded)
+    if summary.notes or summary.environment:
+        yield Note("Conditions", "title")
+    yield from _notes(summary)
+    yield from environment(summary.environment)
+
+
+def environment(facts: Mapping[str, str]) -> Iterator[Note]:
+    """Yield the environment of figures: each name with its value."""
+    if facts:
+        told = [f"{name} {value}" for name, value in facts.items()]
+        yield Note(told, "quiet", gap=" · ")
+
+
+def headline(summary: Summary) -> str:
+    """Return the result in one line."""
+    return "".join(_result(summary))
+
+
+def in_use(summary: Summary) -> str:
+    """Return the number of techniques in use. Rules are no techniques, because nothing decides on them."""
+    rules = len(summary.rules)
+    return f"{len(summary.in_use) - rules} of {len(summary.rows) - rules} techniques in use"
+
+
+def _headline(summary: Summary, title: str = "") -> Note:
+    factor, rest = _result(summary)
+    parts: list[Part] = [(factor, "factor"), rest] if factor else [rest]
+    return Note([f"{title}: ", *parts] if title else parts, "headline")
+
+
+def _rates(summary: Summary) -> list[str]:
+    """Return samples per second, and the MFU if both MFUs refer to the peak of one precision."""
+    before, after = summary.before, summary.after
+    if before is None or after is None:
         return []
-    slowest = sorted(ranks, key=lambda rank: -rank.own_ms)[:RANKS_SHOWN]
-    with_mfu = any(rank.mfu is not None for rank in ranks)
-    first = "rank" if len(slowest) == len(ranks) else f"slowest of {len(ranks)}"
-    rows = [(first, "host", "device", "computing", "waiting", *(["MFU"] if with_mfu else []))]
-    for rank in sorted(slowest, key=lambda rank: rank.rank):
-        mfu = [] if not with_mfu else ["" if rank.mfu is None else formatting.share(rank.mfu, 1)]
-        times = formatting.milliseconds(rank.compute_ms), formatting.milliseconds(rank.wait_ms)
-        rows.append((str(rank.rank), formatting.clean(rank.host), rank.device, *times, *mfu))
-    return rows
+    rates = " → ".join(map(formatting.count, (before.samples_per_second, after.samples_per_second)))
+    if before.mfu is None or after.mfu is None or any(row.technique in ("precision", "tf32") for row in summary.in_use):
+        return [f"{rates} samples/s"]
+    return [f"{rates} samples/s", f"MFU {formatting.share(before.mfu, 1)} → {formatting.share(after.mfu, 1)}"]
 
 
-def straggler(ranks: Sequence[RankPace]) -> str:
-    """Return a sentence on the slowest rank; empty if no rank exceeds ``STRAGGLES``."""
-    if not ranks:
+def _result(summary: Summary) -> tuple[str, str]:
+    """Return the speed of a faster loop, and the rest of the headline."""
+    factor = speedup(summary)
+    if factor is None:
+        return "", "tuned, without time for a race against the original" if summary.won else "nothing was timed"
+    busy = ", measured on a busy machine" if summary.is_busy else ""
+    if factor >= FASTER:
+        return f"{factor:.2f}×", f" the speed it came with{_factor_interval(summary)}{busy}"
+    if summary.rows and not summary.won and not any(row.trials or row.gain is not None for row in summary.rows):
+        reasons = Counter(_first_line(row) for row in _of(summary, "not tried") if not row.left_out)
+        return "", ": ".join(["nothing was tried", *(reason for reason, _ in reasons.most_common(1))])
+    return "", ("as fast as it came" if factor > 0.99 else f"{factor:.2f}× the speed it came with (slower)") + busy
+
+
+def speedup(summary: Summary) -> float | None:
+    """Return the speed of the tuned loop relative to the original; None if unknown.
+
+    Reports without a race have the ratio of the samples per second.
+    """
+    if summary.gain is not None:
+        return summary.gain.ratio
+    if summary.before is None or summary.after is None or not summary.before.samples_per_second > 0:
+        return None
+    return summary.after.samples_per_second / summary.before.samples_per_second
+
+
+def _factor_interval(summary: Summary) -> str:
+    """Return the 95 % interval of the speedup: `` (1.97 … 2.11 by CPU time)``; empty without one."""
+    if summary.gain is None or summary.gain.interval is None:
         return ""
-    slowest, fastest = max(ranks, key=lambda rank: rank.own_ms), min(ranks, key=lambda rank: rank.own_ms)
-    if not fastest.own_ms or slowest.own_ms < STRAGGLES * fastest.own_ms:
+    low, high = summary.gain.interval
+    return f" ({low:.2f} … {high:.2f}{' by CPU time' * (summary.gain_statistic == 'cpu')})"
+
+
+def cost(summary: Summary) -> str:
+    """Return the seconds of the tuning, and the steps until the tuning has paid back; empty if unknown."""
+    if not summary.tuning_seconds > 0:
         return ""
-    return (
-        f"All ranks wait for rank {slowest.rank} ({formatting.clean(slowest.host)}, {slowest.device}): it computes "
-        f"{formatting.share(slowest.own_ms / fastest.own_ms - 1, 0)} longer than rank {fastest.rank}."
-    )
-
-
-def ranks_in_words(pace: Pace) -> str:
-    """Return the number of ranks, communication and scaling, and the slowest rank; empty for one process."""
-    if not pace.ranks:
-        return ""
-    told = [str(len(pace.ranks))]
-    if pace.exposed_ms is not None:
-        told.append(f"exposed communication {formatting.milliseconds(pace.exposed_ms)} a step")
-    if pace.scaling is not None:
-        told.append(f"scaling {formatting.share(pace.scaling)}")
-    return "\n".join(filter(None, (" · ".join(told), straggler(pace.ranks))))
-
-
-def name(row: Row, candidate: str) -> str:
-    """Return the names of a technique and of its candidate."""
-    title = formatting.clean(row.title)
-    return title if candidate in ("", row.title) else f"{title}: {formatting.clean(candidate)}"
-
-
-def purpose(row: Row) -> str:
-    """Return the effect of a technique; empty for a kept technique, whose reason states the effect."""
-    text = formatting.clean(row.purpose)
-    return "" if not text or row.status == "kept" else f"{formatting.capital(text)}."
-
-
-def change(ms: float) -> str:
-    """Return a change of a time: ``−2.10 ms``."""
-    text = formatting.milliseconds(abs(ms))
-    return text if not ms else f"{'−' if ms < 0 else '+'}{text}"
-
-
-def is_change(ratio: float | None) -> TypeGuard[float]:
-    """Return True if a measured ratio is a change of one percent or more."""
-    return ratio is not None and abs(ratio - 1) >= 0.01
+    factor, steps = speedup(summary), summary.pays_back_after
+    tuned = f"tuned in {formatting.seconds(summary.tuning_seconds)}"
+    if factor is None or steps is None or factor < FASTER:
+        return tuned
+    return f"{tuned}, pays back after {formatting.count(math.ceil(steps))} steps"
 
 
 def interval(gain: Gain, pairs: int | None) -> str:
@@ -246,11 +206,260 @@ def interval(gain: Gain, pairs: int | None) -> str:
     return f"{low.removesuffix(' %')} … {high}"
 
 
-def trial_notes(trial: Trial) -> list[str]:
+def _receipt_rows(label: str, rows: Iterable[Row]) -> Iterator[list[Part]]:
+    """Yield rows of the receipt, the largest gains first. The first row has the label."""
+    style = LOOKS["kept" if label == "in use" else "rejected"][1]
+    by_gain = sorted(rows, key=lambda row: 0.0 if row.gain is None else row.gain.ratio, reverse=True)
+    for index, row in enumerate(by_gain):
+        timed = (trial.candidate for trial in row.trials if trial.gain is not None and trial.gain == row.gain)
+        figures = [] if row.gain is None else [interval(row.gain, row.gain_pairs)]
+        if is_change(row.memory):
+            figures.append(f"memory {formatting.percent(row.memory)}")
+        yield [
+            (f"{'' if index else label:9}", style),
+            (row.technique, "strong"),
+            row.chosen or next(timed, ""),
+            ("" if row.gain is None else formatting.percent(row.gain.ratio), style),
+            (", ".join(figures), "quiet"),
+            ("" if row.status == "kept" else _first_line(row), "quiet"),
+        ]
+
+
+def _remarks(label: str, style: str, rows: Iterable[Row]) -> Iterator[Note]:
+    """Yield the reasons of techniques that were not timed, each reason once."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(_first_line(row), []).append(row.technique)
+    for index, (reason, techniques) in enumerate(names.items()):
+        yield Note([f"{', '.join(techniques)}: {reason}"], style, " " if index else label)
+
+
+def _of(summary: Summary, status: Status) -> list[Row]:
+    return [row for row in summary.rows if row.status == status]
+
+
+def _first_line(row: Row) -> str:
+    return row.why.partition("\n")[0]
+
+
+def _notes(summary: Summary) -> Iterator[Note]:
+    for index, note in enumerate(summary.notes):
+        yield Note(note, label=" " if index else "note")
+
+
+def _paces(summary: Summary) -> dict[str, Pace]:
+    """Return the known paces, by label."""
+    both = {"before": summary.before, "after": summary.after}
+    return {label: pace for label, pace in both.items() if pace is not None}
+
+
+def times(*paces: Pace) -> list[tuple[str, str, list[float]]]:
+    """Return the parts of a batch's time: name, style, and the milliseconds in every pace.
+
+    The step is divided into phases if all paces have phases. Parts without time in all paces are omitted.
+    """
+    parts = [("waiting for data", "load", [pace.load_ms for pace in paces])]
+    if all(pace.phases for pace in paces):
+        for phase, name in PHASES.items():
+            parts.append((name, phase, [pace.step_ms * pace.phases.get(phase, 0.0) for pace in paces]))
+        shares = [sum(pace.phases.get(phase, 0.0) for phase in PHASES) for pace in paces]
+        rest = [max(0.0, pace.step_ms * (1 - share)) for pace, share in zip(paces, shares, strict=True)]
+        parts.append(("rest", "rest", rest))
+    else:
+        parts.append(("computing", "forward", [pace.step_ms for pace in paces]))
+    return [part for part in parts if any(part[2])]
+
+
+def _batch_chart(summary: Summary, label: str = "") -> Iterator[Chart]:
+    """Yield a bar for the time of a batch before and after, divided into its parts; nothing without times."""
+    paces = _paces(summary)
+    if not 0 < sum(pace.total_ms for pace in paces.values()) < math.inf:
+        return
+    bars = []
+    for index, (name, pace) in enumerate(paces.items()):
+        parts = [(part, style, ms[index]) for part, style, ms in times(*paces.values())]
+        ends = accumulate((ms for _, _, ms in parts), initial=0.0)
+        segments = [(*ends, style, part) for ends, (part, style, _) in zip(pairwise(ends), parts, strict=True)]
+        epoch = summary.epoch_seconds(pace)
+        value = formatting.milliseconds(pace.total_ms) + (f", {formatting.seconds(epoch)} an epoch" if epoch else "")
+        bars.append((name, value, segments))
+    yield Chart(f"milliseconds per batch {' and '.join(paces)}, by what they go to", bars, label=label)
+
+
+def _batch(summary: Summary) -> Iterator[Block]:
+    """Yield times, rates and costs of a batch before and after, with the meaning of each figure."""
+    paces = _paces(summary)
+    if not paces:
+        return
+    yield Note(f"One batch, {' and '.join(paces)}", "title")
+    yield from _batch_chart(summary)
+    rows: list[list[Part]] = []
+    for name, value, text_of, meaning in _FIGURES:
+        values = [value(pace) for pace in paces.values()]
+        if any(each is not None for each in values):
+            rows.append([name, *("" if each is None else text_of(each) for each in values), (meaning, "quiet")])
+    numbers = frozenset(range(1, len(paces) + 1))
+    yield Table(rows, ["", *paces, ""], numbers, is_explained=True)
+    if summary.verdict:
+        yield Note(summary.verdict)
+    if cost(summary):
+        yield Note(f"{formatting.capital(cost(summary))}.", "quiet")
+    ranks = list(paces.values())[-1].ranks
+    if ranks:
+        yield Note("Each rank", "title")
+        yield _rank_table(ranks)
+    if straggler(ranks):
+        yield Note(straggler(ranks))
+
+
+def _rank_table(ranks: Sequence[RankPace]) -> Table:
+    """Return a table of the slowest ``RANKS_SHOWN`` ranks. The JSON form has all ranks."""
+    slowest = sorted(ranks, key=lambda rank: -rank.own_ms)[:RANKS_SHOWN]
+    first = "rank" if len(slowest) == len(ranks) else f"slowest of {len(ranks)}"
+    rows = []
+    for rank in sorted(slowest, key=lambda rank: rank.rank):
+        spent = formatting.milliseconds(rank.compute_ms), formatting.milliseconds(rank.wait_ms)
+        place = rank.host, rank.device
+        rows.append([str(rank.rank), *place, *spent, "" if rank.mfu is None else formatting.share(rank.mfu, 1)])
+    return Table(rows, [first, "host", "device", "computing", "waiting", "MFU"], frozenset({0, 3, 4, 5}))
+
+
+def straggler(ranks: Sequence[RankPace]) -> str:
+    """Return a sentence on the slowest rank; empty if no rank exceeds ``STRAGGLES``."""
+    if not ranks:
+        return ""
+    slowest, fastest = max(ranks, key=lambda rank: rank.own_ms), min(ranks, key=lambda rank: rank.own_ms)
+    if not fastest.own_ms or slowest.own_ms < STRAGGLES * fastest.own_ms:
+        return ""
+    return (
+        f"All ranks wait for rank {slowest.rank} ({slowest.host}, {slowest.device}): it computes "
+        f"{formatting.share(slowest.own_ms / fastest.own_ms - 1, 0)} longer than rank {fastest.rank}."
+    )
+
+
+def _ranks_in_words(pace: Pace) -> str:
+    """Return the number of ranks, communication and scaling."""
+    told = [str(len(pace.ranks))]
+    if pace.exposed_ms is not None:
+        told.append(f"exposed communication {formatting.milliseconds(pace.exposed_ms)} a step")
+    if pace.scaling is not None:
+        told.append(f"scaling {formatting.share(pace.scaling)}")
+    return " · ".join(told)
+
+
+def waterfall(summary: Summary) -> list[tuple[str, float]]:
+    """Return the changes of a batch's time by the techniques that trials kept, in order: name and milliseconds.
+
+    The last change is that of the total time that the trials do not explain. The list is empty if no trial kept a
+    technique or the times are unknown.
+    """
+    before, after = summary.before, summary.after
+    rows = {row.technique: row for row in summary.rows}
+    changes = []
+    for row in (rows[name] for name in summary.won if name in rows):
+        trial = row.chosen_trial
+        if trial is not None and trial.gain is not None and trial.gain.ratio > 0:
+            ms = trial.paired_ms - trial.baseline_ms
+            changes += [(_name(row, row.chosen), ms)] if math.isfinite(ms) else []
+    if not changes or before is None or after is None or not (0 < before.total_ms < math.inf):
+        return []
+    rest = after.total_ms - before.total_ms - math.fsum(ms for _, ms in changes)
+    return [*changes, (UNEXPLAINED, rest)] if math.isfinite(rest) else []
+
+
+def _waterfall(summary: Summary) -> Iterator[Block]:
+    """Yield the times of a batch from the original loop to the tuned loop. Each bar starts where the last one ends."""
+    changes = waterfall(summary)
+    if not changes or summary.before is None or summary.after is None:
+        return
+    before, after = summary.before.total_ms, summary.after.total_ms
+    levels = accumulate((ms for _, ms in changes), initial=before)
+    bars = [("as it came", formatting.milliseconds(before), [(0.0, before, "whole", "")])]
+    for (name, ms), ends in zip(changes, pairwise(levels), strict=True):
+        style = "rest" if name == UNEXPLAINED else "kept" if ms <= 0 else "rejected"
+        bars.append((name, _change(ms), [(*ends, style, "")]))
+    bars.append(("as tuned", formatting.milliseconds(after), [(0.0, after, "whole", "")]))
+    yield Note("Where the time went", "title")
+    label = "milliseconds of a batch, from the loop as it came to the loop as tuned, by technique"
+    yield Chart(label, bars, tick=lambda ms: f"{ms:,g} ms", is_connected=True)
+    yield Note(
+        "Each bar is the time per batch that a technique saves or adds, with the techniques above in use. "
+        f"“{UNEXPLAINED.capitalize()}” is the rest of the measured change. Techniques that help or hinder each other "
+        "cause the rest, and so does a machine whose speed changes.",
+        "quiet",
+    )
+
+
+def _gains(rows: Iterable[Row]) -> Iterator[Block]:
+    """Yield a bar for the gain of each timed trial, with its 95 % interval if known."""
+    bars, intervals = [], []
+    for row in rows:
+        for trial in row.trials:
+            gain = trial.gain
+            if gain is None or not math.isfinite(gain.ratio):
+                continue
+            is_noise = gain.interval is not None and gain.interval[0] <= 1 <= gain.interval[1]
+            is_kept = row.status == "kept" and trial.candidate == row.chosen
+            style, name = ("kept", "in use") if is_kept else ("rejected", "tried, undone")
+            if is_noise:
+                style, name = "noise", "noise: the interval contains 0"
+            value = f"{formatting.percent(gain.ratio)} ({interval(gain, trial.pairs)}){' noise' * is_noise}"
+            bars.append((_name(row, trial.candidate), value, [(0.0, gain.ratio - 1, style, name)]))
+            intervals.append(tuple(end - 1 for end in gain.interval or ()))
+    if not bars:
+        return
+    yield Note("What each candidate brought", "title")
+    label = "speed gained by every candidate that was timed, with 95 % intervals"
+    yield Chart(label, bars, intervals, lambda gain: formatting.percent(1 + gain, 0) if gain else "as before", 0.05)
+    yield Note(
+        "A bar to the right is a gain in speed. Steps with and without the candidate took turns. The 95 % interval of "
+        "the gain is in parentheses. A page shows the interval as a line.",
+        "quiet",
+    )
+
+
+def _checklist(rows: Iterable[Row], rules: Sequence[Row]) -> Table:
+    cells: list[list[Cell]] = []
+    for row in rows:
+        mark, style = LOOKS[row.status]
+        status = (f"{mark} rule", "na") if row in rules else (f"{mark} {row.status}", style)
+        speed: list[Part] = []
+        if row.gain is not None:
+            speed = [(formatting.percent(row.gain.ratio), "strong"), (interval(row.gain, row.gain_pairs), "quiet")]
+        if is_change(row.memory):
+            speed.append(f"memory {formatting.percent(row.memory)}")
+        if row.expected:
+            speed.append((f"usually {row.expected}", "quiet"))
+        # The reason of a kept technique states its effect.
+        has_purpose = bool(row.purpose) and row.status != "kept"
+        why: list[Part] = [(f"{formatting.capital(row.purpose)}.", "purpose")] * has_purpose
+        why += [(row.why, "why"), *((_trial_line(trial), "trial") for trial in row.trials)]
+        names: list[Part] = [(row.title, "strong")]
+        if row.chosen and row.chosen != row.title:
+            names.append((row.chosen, "chosen"))
+        cells.append(["+" if row.number is None else str(row.number), names, status, speed, why])
+    headings = ["#", "technique", "result", "speed", "effect, and reason of the result"]
+    return Table(cells, headings, frozenset({0, 3}), is_explained=True)
+
+
+def _trial_line(trial: Trial) -> str:
+    """Return the facts about a trial, numbers first."""
+    facts = []
+    if trial.gain is not None:
+        spent = f"{formatting.milliseconds(trial.baseline_ms)} → {formatting.milliseconds(trial.paired_ms)}"
+        gain = f"{formatting.percent(trial.gain.ratio)} ({interval(trial.gain, trial.pairs)})"
+        facts.append(f"{spent}, {gain}, {trial.pairs} pairs" if trial.gain.interval else f"{spent}, {gain}")
+    if trial.baseline_bytes is not None and trial.candidate_bytes is not None:
+        sizes = f"{formatting.size_of(trial.baseline_bytes)} → {formatting.size_of(trial.candidate_bytes)}"
+        facts.append(f"step memory {sizes}")
+    return f"{trial.candidate}: {'; '.join(facts + _trial_notes(trial)) or 'not timed'}"
+
+
+def _trial_notes(trial: Trial) -> list[str]:
     """Return further facts of a trial: failure, setup time, break-even, and differences from the baseline."""
     notes = []
     if trial.failure:
-        notes.append(formatting.clean(trial.failure))
+        notes.append(trial.failure)
     if trial.setup_seconds >= 0.05:
         notes.append(f"{formatting.seconds(trial.setup_seconds)} to set up")
     if trial.break_even_steps is not None:
@@ -270,52 +479,18 @@ def _part(difference: float) -> str:
     return f"{100 * difference:.2g} %" if difference >= 1e-4 or not difference else "less than 0.01 %"
 
 
-def speedup(summary: Summary) -> float | None:
-    """Return the speed of the tuned loop relative to the original; None if unknown.
-
-    Reports without a race have the ratio of the samples per second.
-    """
-    if summary.gain is not None:
-        return summary.gain.ratio
-    if summary.before is None or summary.after is None or not summary.before.samples_per_second > 0:
-        return None
-    return summary.after.samples_per_second / summary.before.samples_per_second
+def _name(row: Row, candidate: str) -> str:
+    """Return the names of a technique and of its candidate."""
+    title = row.title
+    return title if candidate in ("", row.title) else f"{title}: {candidate}"
 
 
-def cost(summary: Summary) -> str:
-    """Return the seconds of the tuning, and the steps until the tuning has paid back; empty if unknown."""
-    if not summary.tuning_seconds > 0:
-        return ""
-    factor, steps = speedup(summary), summary.pays_back_after
-    tuned = f"tuned in {formatting.seconds(summary.tuning_seconds)}"
-    if factor is None or steps is None or factor < FASTER:
-        return tuned
-    return f"{tuned}, pays back after {formatting.count(math.ceil(steps))} steps"
+def _change(ms: float) -> str:
+    """Return a change of a time: ``−2.10 ms``."""
+    text = formatting.milliseconds(abs(ms))
+    return text if not ms else f"{'−' if ms < 0 else '+'}{text}"
 
 
-def tally(rows: tuple[Row, ...]) -> list[tuple[Status, int]]:
-    """Return the number of rows with each status, in the order of ``LOOKS``, without zeros."""
-    counts = Counter(row.status for row in rows)
-    return [(status, counts[status]) for status in LOOKS if counts[status]]
-
-
-def headline(summary: Summary) -> str:
-    """Return the result in one line."""
-    factor = speedup(summary)
-    if factor is None:
-        return "tuned, with no time left to race it against the loop as it came" if summary.won else "nothing was timed"
-    if factor >= FASTER:
-        return f"{factor:.2f}× the speed it came with{_in_parentheses(factor_interval(summary))}"
-    return "as fast as it came" if factor > 0.99 else f"{factor:.2f}× the speed it came with (slower)"
-
-
-def factor_interval(summary: Summary) -> str:
-    """Return the 95 % interval of the speedup: ``1.97 … 2.11`` or ``1.97 … 2.11 by CPU time``; empty without one."""
-    if summary.gain is None or summary.gain.interval is None:
-        return ""
-    low, high = summary.gain.interval
-    return f"{low:.2f} … {high:.2f}" + " by CPU time" * (summary.gain_statistic == "cpu")
-
-
-def _in_parentheses(text: str) -> str:
-    return f" ({text})" if text else ""
+def is_change(ratio: float | None) -> TypeGuard[float]:
+    """Return True if a measured ratio is a change of one percent or more."""
+    return ratio is not None and abs(ratio - 1) >= 0.01

@@ -15,8 +15,7 @@ from flatout.mfu import MfuCounter, TensorCores
 from flatout.mfu.verdict import DENSE, Bottleneck, Verdict, family_of, judge
 from flatout.monitor import GpuSample
 from flatout.monitor.nvml import FIRST_SAMPLE, Gpus
-from flatout.report.model import Row
-from flatout.report.remedies import untried
+from flatout.report.model import Row, untried
 from flatout.training.job import Job
 from flatout.training.step_flops import peak_of
 

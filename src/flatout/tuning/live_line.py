@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 
 from flatout.core.standard_error import can_replace_lines, wants_progress
-from flatout.report.terminal import say
+from flatout.report.document import say
 
 _ERASE = "\r\x1b[2K"
 """Control sequence: carriage return, and "erase in line" of ECMA-48."""
