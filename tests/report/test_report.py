@@ -584,7 +584,6 @@ def test_a_bar_whose_interval_contains_zero_is_drawn_as_noise(low: float, high: 
 
 def test_prose_in_a_notebook_is_aligned_left() -> None:
     style = next(e.text or "" for e in root_of(Report(sample())).iter("style"))
-    (cells,) = (
-        rule for rule in style.split("}") if rule.strip().startswith(".flatout.flatout th,.flatout.flatout td{")
-    )
+    selector = ".flatout.flatout th,.flatout.flatout td{"
+    (cells,) = (rule for rule in style.split("}") if rule.strip().startswith(selector))
     assert "text-align:left" in cells

@@ -6,7 +6,7 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -104,7 +104,7 @@ class Chart:
 
     title: str
     bars: Sequence[tuple[str, str, Sequence[tuple[float, float, str, str]]]]
-    intervals: Sequence[tuple[float, ...]] = field(default=())
+    intervals: Sequence[tuple[float, ...]] = ()
     tick: Callable[[float], str] | None = None
     reach: float = 0.0
     is_connected: bool = False

@@ -30,16 +30,16 @@ def page(title: str, blocks: Iterable[Block]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f"<title>{_text(title)}</title>\n<style>{_css()}</style></head>\n"
-        f'<body class="flatout-page"><div class="flatout">\n{fragment(blocks)}</div></body></html>\n'
+        f'<body class="flatout-page"><div class="flatout">\n{_fragment(blocks)}</div></body></html>\n'
     )
 
 
 def cell(blocks: Iterable[Block]) -> str:
     """Return blocks for a page of another program, such as a notebook."""
-    return f'<div class="flatout"><style>{_css()}</style>\n{fragment(blocks)}</div>\n'
+    return f'<div class="flatout"><style>{_css()}</style>\n{_fragment(blocks)}</div>\n'
 
 
-def fragment(blocks: Iterable[Block]) -> str:
+def _fragment(blocks: Iterable[Block]) -> str:
     """Return blocks without the page around them, and without style."""
     kinds = {Note: _note, Table: _table, Chart: _chart}
     return "".join(f"{kinds[type(block)](block)}\n" for block in blocks)  # type: ignore[operator]
@@ -106,7 +106,7 @@ def _cell(table: Table, column: int, cell: Cell) -> str:
         items = "".join(f"<li>{_text(trial)}</li>" for trial in trials)
         shown += f"<details><summary>{formatting.counted(len(trials), 'trial')}</summary><ul>{items}</ul></details>"
     if column in table.right:
-        label = f' data-label="{_text(heading)}"' if heading.isalpha() else ""
+        label = f' data-label="{_text(heading)}"' if heading.strip("#") else ""
         return f'<td class="number"{label}>{shown}</td>'
     is_reason = table.is_explained and column == len(table.headings) - 1
     return f'<td class="{"reason" if is_reason else _text(heading)}">{shown}</td>'
