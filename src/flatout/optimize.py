@@ -23,12 +23,10 @@ from flatout.techniques import REGISTRY
 from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
-from flatout.tuning.batch_size_stage import scaled_schedule
-from flatout.tuning.cached_plan import decide
-from flatout.tuning.plan_key import code_of, training_of
+from flatout.tuning.agenda import Outcome, decide, scaled_schedule
+from flatout.tuning.plan_cache import code_of, training_of
 from flatout.tuning.ranks import parallel_of
 from flatout.tuning.request import Request
-from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
 
 

@@ -243,7 +243,7 @@ def test_a_recording_that_fails_is_said_once_and_ends_the_tuning(
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a defect of flatout")
 
-    monkeypatch.setattr(f"flatout.autotune.recorded.RecordedCall.{part}", fails)
+    monkeypatch.setattr(f"flatout.autotune.recorder.RecordedCall.{part}", fails)
     said: list[str] = []
     with engine(said):
         found = plain(UPDATES, slowed(clock)).tensors()

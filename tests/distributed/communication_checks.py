@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import flatout
 from flatout.distributed.gradient_sync import GradientSync, ReducerOptions
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.timing import timed_block
+from flatout.tuning.stopwatch import LoaderTimer, timed_block
 from tests.distributed.data_parallel_checks import (
     Net,
     assert_equal_on_all_ranks,

@@ -24,7 +24,7 @@ SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "amp": (30, ("amp/*.py",)),
     "data": (80, ("data/*.py", "core/batches.py", "core/random_state.py")),
     "snapshot": (40, ("core/snapshot.py", "core/saved.py", "core/foreign.py", "training/checkpoint/*.py")),
-    "equivalence": (25, ("tuning/equivalence.py", "training/tolerance.py", "training/device_verdict.py")),
+    "equivalence": (25, ("tuning/numerics.py", "training/tolerance.py", "training/device_verdict.py")),
     "decisions": (17, tuple(f"tuning/{name}.py" for name in _DECISIONS)),
     "stepper": (48, tuple(f"training/{name}.py" for name in (*_STEPPER, *_GRAPHS))),
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.tuning.timing import Block
+from flatout.tuning.stopwatch import Block
 
 SLICE = 0.003
 """Mean time slice of the scheduler, in seconds."""

@@ -17,10 +17,9 @@ from flatout.tuning.bench import (
     NOISE_SHARE,
     STRETCH_SECONDS,
 )
-from flatout.tuning.noise import Noise, Pair, difference
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import MOST_PAIRS, PairedTrial, measure_pairs
+from flatout.tuning.pairs import MOST_PAIRS, Noise, Pair, PairedTrial, difference, measure_pairs
+from flatout.tuning.statistics import NoiseFloor
+from flatout.tuning.stopwatch import Block
 from tests.noise.simulator import Machine, Scenario
 
 BUDGET = 60.0

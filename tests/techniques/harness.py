@@ -25,10 +25,9 @@ from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.choices import Choices
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import Measure
+from flatout.tuning.pairs import Measure
+from flatout.tuning.request import Choices
+from flatout.tuning.stopwatch import Block, LoaderTimer
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
 from tests.techniques.recorder import Rerun

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from flatout.report import Gain, Row, Trial
-from flatout.tuning.acceptance import NO_SLOWER, earns, is_open, rank, ratio, saves_memory, serves, spares, verdict
-from flatout.tuning.trial import KEEP_ABOVE
+from flatout.tuning.acceptance import (
+    KEEP_ABOVE,
+    NO_SLOWER,
+    earns,
+    is_open,
+    rank,
+    ratio,
+    saves_memory,
+    serves,
+    spares,
+    verdict,
+)
 from tests.reasons import reasons
 from tests.tuning.harness import trial
 

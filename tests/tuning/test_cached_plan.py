@@ -18,7 +18,7 @@ from flatout.report.remedies import untried
 from flatout.techniques import Candidate, NotApplicable
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.training.job import Job
-from flatout.tuning import cached_plan, session, tuner
+from flatout.tuning import agenda, session, tuner
 from flatout.tuning.bench import Bench
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
@@ -297,7 +297,7 @@ def test_an_error_turns_everything_off_and_tunes_again(
         if len(calls) > good_calls:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(cached_plan, stage, fail)
+    monkeypatch.setattr(agenda, stage, fail)
     second = starts.start()
     assert "cache-failed" in notes(second)
     assert tried(second) == set(PAYS)

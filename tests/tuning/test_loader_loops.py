@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.tuning import loader_timer
-from flatout.tuning.loader_loops import LoaderLoops
-from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning import stopwatch
 from flatout.tuning.progress import Progress
+from flatout.tuning.stopwatch import LoaderLoops, LoaderTimer
 from tests.clock import Clock, TimedStep
 from tests.jobs import job_of, make_job
 
@@ -61,7 +60,7 @@ class Alone(ModelledWorkers):
 def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let timers see the queue of modeled workers."""
     monkeypatch.setattr(
-        loader_timer, "workers_and_queue", lambda _, loader: (max(1, loader.workers), getattr(loader, "queue", 0))
+        stopwatch, "workers_and_queue", lambda _, loader: (max(1, loader.workers), getattr(loader, "queue", 0))
     )
 
 

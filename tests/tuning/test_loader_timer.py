@@ -10,7 +10,7 @@ from flatout.data import InMemoryLoader
 from flatout.report import Report
 from flatout.tuning.bench import off
 from flatout.tuning.budget import Budget
-from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
+from flatout.tuning.stopwatch import LoaderTimer, Stretch, pace_of
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job

@@ -19,12 +19,11 @@ from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.combination_stage import _Stage
-from flatout.tuning.equivalence import Observed, observe, updates_have_gradients
+from flatout.tuning.combinations import _Stage
 from flatout.tuning.ledger import Decision
-from flatout.tuning.noise import difference
-from flatout.tuning.trial_runner import screen
-from flatout.tuning.verification import verify
+from flatout.tuning.numerics import Observed, observe, updates_have_gradients, verify
+from flatout.tuning.pairs import difference
+from flatout.tuning.trials import screen
 from tests.clock import Clock, TimedStep
 from tests.jobs import Net, job_of, make_data, make_job, only
 from tests.tuning.harness import Change, OneCandidate

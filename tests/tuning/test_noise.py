@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.noise import MUCH_QUIETER, Noise, Pair, difference
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block, Statistic
+from flatout.tuning.pairs import MUCH_QUIETER, Noise, Pair, difference
+from flatout.tuning.statistics import NoiseFloor
+from flatout.tuning.stopwatch import Block, Statistic
 
 times = st.floats(1e-4, 10.0)
 

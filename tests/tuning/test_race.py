@@ -9,8 +9,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.tuning import race, trial
-from flatout.tuning.noise import Pair
+from flatout.tuning import pairs as paired
+from flatout.tuning import race
+from flatout.tuning.pairs import Pair
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
 
@@ -23,7 +24,7 @@ def test_a_race_whose_later_pairs_are_slow_ends_with_the_budget(
 
     def measure_pairs(*loops: Any, **order: Any) -> Iterator[Pair]:
         nonlocal taken
-        for pair in trial.measure_pairs(*loops, **order):
+        for pair in paired.measure_pairs(*loops, **order):
             taken += 1
             yield pair
             clock.advance(later)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.sequence import LEAST_SCALE, LEVEL, PRIOR_PAIRS, GainSequence, Interval, NoiseFloor
+from flatout.tuning.statistics import LEAST_SCALE, LEVEL, PRIOR_PAIRS, GainSequence, Interval, NoiseFloor
 
 EIGHT = NoiseFloor(0.05, 8)
 

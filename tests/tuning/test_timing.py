@@ -9,8 +9,8 @@ from threading import Event
 import pytest
 import torch
 
-from flatout.tuning import timing
-from flatout.tuning.timing import seconds, timed_block
+from flatout.tuning import stopwatch
+from flatout.tuning.stopwatch import seconds, timed_block
 from tests.clock import TICK, Clock
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_sleep_takes_no_cpu_time() -> None:
     assert block.cpu < 0.02
 
 
-@pytest.mark.skipif(timing._waits() is None, reason="needs a system that counts context switches: Linux")
+@pytest.mark.skipif(stopwatch._waits() is None, reason="needs a system that counts context switches: Linux")
 def test_sleep_and_locks_count_as_waits_and_computing_does_not() -> None:
     assert timed_block(lambda _: time.sleep(0.001), range(5), CPU).waits == pytest.approx(5, abs=2)
     with ThreadPoolExecutor(1) as pool:
@@ -75,7 +75,7 @@ def test_sleep_and_locks_count_as_waits_and_computing_does_not() -> None:
 
 
 def test_waits_are_unknown_where_the_system_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "resource", None)
+    monkeypatch.setattr(stopwatch, "resource", None)
     assert timed_block(lambda _: None, range(1), CPU).waits is None
 
 

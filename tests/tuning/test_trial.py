@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.tuning.noise import Noise
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import DROP_BELOW, FEWEST_UNDECIDED, KEEP_ABOVE, MOST_PAIRS, PairedTrial
+from flatout.tuning.acceptance import DROP_BELOW, KEEP_ABOVE
+from flatout.tuning.pairs import FEWEST_UNDECIDED, MOST_PAIRS, Noise, PairedTrial
+from flatout.tuning.statistics import NoiseFloor
+from flatout.tuning.stopwatch import Block
 from tests.clock import Clock
 from tests.noise.simulator import SCENARIOS, needs_compiler
 from tests.noise.trials import Cell, Result, trial

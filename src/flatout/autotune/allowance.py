@@ -13,8 +13,8 @@ import torch
 
 from flatout.arguments import BUDGET_VARIABLE
 from flatout.plan import CACHED, Plan
-from flatout.tuning.choices import choices_of
 from flatout.tuning.ranks import world_size
+from flatout.tuning.request import choices_of
 
 FIRST_SECONDS = 1.0
 """Seconds that tuning may take from the start."""

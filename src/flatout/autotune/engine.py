@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.autotune.allowance import Allowance, Options
 from flatout.autotune.loaders import Drawn, Loaders
 from flatout.autotune.module_tuning import ModuleTuning
-from flatout.autotune.recorded import with_gradients_of_update
-from flatout.autotune.recorder import RecordedUpdate, Recorder
+from flatout.autotune.recorder import RecordedUpdate, Recorder, with_gradients_of_update
 from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
 from flatout.core.step_hooks import without_users_hooks

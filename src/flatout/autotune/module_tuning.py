@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from flatout.arguments import validate
 from flatout.autotune.allowance import FIRST_SECONDS, Options
 from flatout.autotune.loaders import Drawn
-from flatout.autotune.recorded import RecordedStep, linearized_loss
+from flatout.autotune.recorder import RecordedStep, linearized_loss
 from flatout.core import formatting
 from flatout.core.held import held, hold, release
 from flatout.data import is_rewindable
@@ -29,16 +29,14 @@ from flatout.report import Report
 from flatout.report.model import Summary
 from flatout.techniques import REGISTRY, Measured, NotApplicable, StepTechnique
 from flatout.training.attachments import Attachment, attach
+from flatout.tuning.agenda import Baseline, Outcome, conclude, keep, measured_baseline, outcome_of, repeat
 from flatout.tuning.bench import TRIAL_SECONDS
 from flatout.tuning.budget import RACE_SHARE, Budget
-from flatout.tuning.cached_plan import keep, repeat
-from flatout.tuning.combination_stage import FEWEST_COMBINATIONS, decide_factors
+from flatout.tuning.combinations import FEWEST_COMBINATIONS, decide_factors
 from flatout.tuning.ledger import Decision
-from flatout.tuning.plan_key import key_of
-from flatout.tuning.plan_store import forget_decision, read_plan, write_plan
+from flatout.tuning.plan_cache import forget_decision, key_of, read_plan, write_plan
 from flatout.tuning.race import RaceResult, race, shortest_race
 from flatout.tuning.request import Request
-from flatout.tuning.search import Baseline, Outcome, conclude, measured_baseline, outcome_of
 from flatout.tuning.session import Session
 
 FIRST_UPDATES = 12

@@ -15,8 +15,8 @@ from flatout.cli.command import Command, CommandError, add_program, files_of, pr
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
 from flatout.plan import CACHED, Plan
-from flatout.tuning.choices import FORBIDDABLE, precision_of
 from flatout.tuning.ranks import is_first_rank
+from flatout.tuning.request import FORBIDDABLE, precision_of
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:

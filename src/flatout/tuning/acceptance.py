@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flatout.report.model import Row, Trial
-from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE, NO_SLOWER
+
+KEEP_ABOVE = 1.01
+"""Speed above which a candidate is kept. Effects of memory layout of up to 1 % do not last until the next start."""
+
+DROP_BELOW = 1.03
+"""Speed below which a candidate is not worth more pairs."""
+
+NO_SLOWER = 0.98
+"""Speed above which a candidate counts as no slower."""
 
 HOPELESS = 3.0
 """Slowdown on the first pair above which a candidate is not tried further."""

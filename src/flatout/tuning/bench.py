@@ -20,15 +20,19 @@ from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
 from flatout.tuning.budget import Budget
-from flatout.tuning.equivalence import Observed
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.loader_loops import LoaderComparison, LoaderLoops
-from flatout.tuning.loader_timer import LoaderTimer, workers_and_queue
-from flatout.tuning.noise import Noise, Pair, pairs_of
+from flatout.tuning.pairs import FEWEST_UNDECIDED, Measure, Noise, Pair, PairedTrial, pairs_of
 from flatout.tuning.progress import Progress
-from flatout.tuning.step_memory import step_memory
-from flatout.tuning.timing import Block, seconds, timed_block
-from flatout.tuning.trial import FEWEST_UNDECIDED, Measure, PairedTrial
+from flatout.tuning.stopwatch import (
+    Block,
+    LoaderComparison,
+    LoaderLoops,
+    LoaderTimer,
+    seconds,
+    step_memory,
+    timed_block,
+    workers_and_queue,
+)
 
 TRIAL_SECONDS = 4.0
 """Time limit for the pairs of one trial, in seconds, until all techniques were tried. Setup takes extra time."""
@@ -106,7 +110,7 @@ class Bench:
     _loop_pairs: list[Pair] = field(default_factory=list)
     _busy: float = 1.0
     _memory: int | None = None
-    _results: dict[Hashable, Observed] = field(default_factory=dict)
+    _results: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Agreement:
@@ -357,7 +361,7 @@ class Bench:
             finally:
                 self.rewind()
 
-    def baseline_results(self, key: Hashable, observe: Callable[[], Observed]) -> Observed:
+    def baseline_results(self, key: Hashable, observe: Callable[[], Any]) -> Any:
         """Return the results of a run with the kept candidates, and keep them for the next call if they are small.
 
         Args:

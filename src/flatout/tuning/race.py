@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 
 from flatout.report.model import Gain, Pace, Row, Statistic
 from flatout.techniques import REGISTRY, Candidate, StepTechnique, Technique
+from flatout.tuning.acceptance import NO_SLOWER
 from flatout.tuning.bench import LONG_UPDATE, Bench, off
 from flatout.tuning.ledger import Decision
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
-from flatout.tuning.lockstep import failure_of
-from flatout.tuning.noise import difference
-from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor, fixed_gain
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
+from flatout.tuning.pairs import Measure, difference, measure_pairs
+from flatout.tuning.ranks import failure_of
+from flatout.tuning.statistics import UNKNOWN_NOISE, NoiseFloor, fixed_gain
+from flatout.tuning.stopwatch import Block, LoaderComparison, LoaderTimer, Stretch, pace_of
 
 FEWEST_PAIRS, MOST_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The remaining time determines the number. The gain never does."""

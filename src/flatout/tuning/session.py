@@ -37,17 +37,22 @@ from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
 from flatout.training.spec import Spec, device_of
-from flatout.tuning import timing
+from flatout.tuning import stopwatch
 from flatout.tuning.bench import Bench
-from flatout.tuning.budget import Budget
-from flatout.tuning.choices import BATCH_SIZE, Choices
-from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
+from flatout.tuning.budget import MOST_SECONDS, Budget, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
-from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart, why_not_measured
-from flatout.tuning.request import Request
-from flatout.tuning.trial_runner import settle
+from flatout.tuning.ranks import (
+    TRAINS_ALONE,
+    Parallel,
+    applies_on_all,
+    check_same,
+    is_first_rank,
+    why_apart,
+    why_not_measured,
+)
+from flatout.tuning.request import BATCH_SIZE, Choices, Request
+from flatout.tuning.trials import settle
 from flatout.tuning.tuner import Tuner
 
 EARLIER = "in an earlier start: "
@@ -362,7 +367,7 @@ class Session:
         """Return the seconds of a step, without its loading."""
         self.bench.rewind()
         job = self.job
-        took = timing.seconds(lambda: job.stepper.step(job.data.batches[0]), job.spec.device, job.spec.ranks)
+        took = stopwatch.seconds(lambda: job.stepper.step(job.data.batches[0]), job.spec.device, job.spec.ranks)
         self.bench.rewind()
         return took
 

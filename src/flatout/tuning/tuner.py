@@ -23,16 +23,15 @@ from flatout.techniques import (
     PairCandidate,
     StepTechnique,
 )
-from flatout.tuning.acceptance import earns, is_open, rank, ratio, serves, spares, verdict
+from flatout.tuning.acceptance import KEEP_ABOVE, earns, is_open, rank, ratio, serves, spares, verdict
+from flatout.tuning.batch_sizes import SizeTrials, parts_that_fit
 from flatout.tuning.bench import TRIAL_SECONDS, Bench
-from flatout.tuning.choices import BATCH_SIZE, Choices
+from flatout.tuning.costs import exposed_ms
 from flatout.tuning.ledger import Decision
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.lockstep import applies_on_all, same_candidates
-from flatout.tuning.rank_costs import exposed_ms
-from flatout.tuning.size_trials import SizeTrials, parts_that_fit
-from flatout.tuning.trial import KEEP_ABOVE
-from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up_forced
+from flatout.tuning.ranks import applies_on_all, same_candidates
+from flatout.tuning.request import BATCH_SIZE, Choices
+from flatout.tuning.stopwatch import LoaderComparison
+from flatout.tuning.trials import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up_forced
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 

@@ -1,19 +1,166 @@
-"""Timer of training from one loader in stretches, with the prefetcher of ``Run``."""
+"""Stopwatch: seconds, waits and memory of updates, whose batches come from a list or from a loader."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+from torch.autograd import profiler
+
 from flatout.core.batches import batch_size_of
+from flatout.core.kineto import allocated_peak, quiet_allocator, quiet_kineto
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader
 from flatout.data.loader_class import base_of
-from flatout.report.model import Pace
+from flatout.distributed.agreement import ALONE, Agreement
+from flatout.report.model import Gain, Pace, Statistic
+from flatout.techniques import Candidate
 from flatout.training.job import Job
-from flatout.tuning.timing import Block, synchronize
+from flatout.tuning.progress import Progress
+from flatout.tuning.statistics import NoiseFloor
+
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
+
+def seconds(work: Callable[[], object], device: torch.device, ranks: Agreement = ALONE) -> float:
+    """Return the seconds that ``work()`` and its operations on the device take on the slowest rank."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return ranks.largest([time.perf_counter() - start])[0]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that is queued on a CUDA device. Other devices have no queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_block(
+    update: Callable[[int], object], updates: range, device: torch.device, ranks: Agreement = ALONE
+) -> Block:
+    """Run ``update`` for each number in ``updates``, and return the times. Each time is that of the slowest rank.
+
+    On a GPU, events on the current stream measure the times. The block waits for the GPU only at its start and end.
+    """
+    synchronize(device)
+    before, cpu = _waits(), time.process_time()
+    walls = _between_events(update, updates, device) if device.type == "cuda" else _between_readings(update, updates)
+    cpu, after = time.process_time() - cpu, _waits()
+    waits = math.inf if before is None or after is None else after - before  # infinite if the system does not count
+    *agreed, cpu, waits = ranks.largest([*walls, cpu, waits])
+    return Block(tuple(agreed), cpu / len(updates), None if waits == math.inf else int(waits))
+
+
+def _between_readings(update: Callable[[int], object], updates: range) -> tuple[float, ...]:
+    readings = [time.perf_counter()]
+    for i in updates:
+        update(i)
+        readings.append(time.perf_counter())
+    return tuple(end - start for start, end in itertools.pairwise(readings))
+
+
+def _between_events(update: Callable[[int], object], updates: range, device: torch.device) -> tuple[float, ...]:
+    stream = torch.cuda.current_stream(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(updates) + 1)]
+    events[0].record(stream)
+    for event, i in zip(events[1:], updates, strict=True):
+        update(i)
+        event.record(stream)
+    torch.cuda.synchronize(device)
+    return tuple(start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events))
+
+
+def _waits() -> int | None:
+    """Return the voluntary context switches of this thread so far; None if the system does not count them."""
+    this_thread = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
+    return None if this_thread is None else resource.getrusage(this_thread).ru_nvcsw
+
+
+FEWEST_FOR_QUARTILE = 4
+"""Fewest updates of a block that its lower quartile represents. The mean represents shorter blocks."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Times of consecutive updates, in seconds.
+
+    Attributes:
+        wall: wall time of each update. On a GPU, it is the time between two events on the stream.
+        cpu: CPU time of this process per update, summed over its threads.
+        waits: voluntary context switches of the training's thread. The thread makes one when it sleeps, or waits for a
+            lock, a device or another thread. None if the system does not count them.
+    """
+
+    wall: tuple[float, ...]
+    cpu: float
+    waits: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean wall time of an update."""
+        return sum(self.wall) / len(self.wall)
+
+    def scaled(self, factor: float) -> Block:
+        """Return the block with all times multiplied by ``factor``."""
+        return replace(self, wall=tuple(factor * wall for wall in self.wall), cpu=factor * self.cpu)
+
+    def time(self, statistic: Statistic) -> float:
+        """Return the time of an update that represents the block: the lower quartile, or the mean CPU time.
+
+        Interference adds time and never removes any. The lower quartile of short updates is therefore nearly free of
+        interference, and CPU time of a single thread is nearly free of it at any length.
+        """
+        if statistic == "cpu":
+            return self.cpu
+        if len(self.wall) < FEWEST_FOR_QUARTILE:
+            return self.mean
+        return sorted(self.wall)[round((len(self.wall) - 1) / 4)]
+
+
+def step_memory(
+    step: Callable[[], object], device: torch.device, *, is_warm: bool = False, ranks: Agreement = ALONE
+) -> int | None:
+    """Return the peak memory of a step in bytes, above the memory that is allocated between steps.
+
+    On CUDA the caching allocator counts the bytes, on the CPU torch's profiler.
+
+    Args:
+        step: a function that runs a step. It runs twice, and the second run counts, because the first run creates
+            gradients and optimizer state.
+        device: where the step runs.
+        is_warm: True if gradients and optimizer state exist. Then the step runs once.
+        ranks: the ranks that run the step. The largest memory counts.
+
+    Returns:
+        The bytes; None on the CPU while another profiler runs, because torch allows only one.
+    """
+    if device.type == "cuda":
+        if not is_warm:
+            step()
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(ranks.largest([torch.cuda.max_memory_allocated(device) - before])[0])
+    if not ranks.all_hold(not profiler._is_profiler_enabled):
+        return None
+    with quiet_kineto(), quiet_allocator(), profiler.profile(use_cpu=True, profile_memory=True) as profile:
+        if not is_warm:
+            step()
+        with profiler.record_function("flatout.measured"):
+            step()
+    return int(ranks.largest([allocated_peak(profile, "flatout.measured", device)])[0])
+
 
 PREFETCHED = 2
 """Number of batches that a Prefetcher or an InMemoryLoader holds in advance."""
@@ -243,3 +390,105 @@ def _updates(ends: Sequence[tuple[float, float]], steps: int) -> tuple[tuple[flo
 def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
     while True:
         yield from loader
+
+
+IDLE_BELOW = 0.1
+"""Share of a core below which making batches counts as waiting, for a disk or a network."""
+
+
+@dataclass(frozen=True)
+class LoaderComparison:
+    """Trial of a loader against another, with the same steps.
+
+    Attributes:
+        old: the baseline.
+        new: the candidate.
+        before: pace of the baseline.
+        after: pace of the candidate.
+        gain: speed of the candidate relative to the baseline.
+        floor: noise of the baseline against itself.
+        pair_seconds: seconds of a pair.
+    """
+
+    old: Iterable[Any]
+    new: Iterable[Any]
+    before: Pace
+    after: Pace
+    gain: Gain
+    floor: NoiseFloor
+    pair_seconds: float
+
+
+class LoaderLoops:
+    """Training from an old and from a new loader, in turns.
+
+    After a change of loaders, a loop empties its queue. The loop then trains untimed until its queue is filled as in a
+    long training. The untimed part also lasts until the other loader's workers have filled their queue, because busy
+    workers may slow down everything else. A stretch right after a stretch of the same loop needs no such preparation.
+
+    Args:
+        old: the baseline.
+        new: the candidate.
+        progress: shown between stretches.
+        steps: batches of a stretch.
+        limit: seconds after which a stretch ends early.
+        settle: untimed batches before each stretch. Use 0 for batches that take so long that caches do not matter.
+        busy: share of a core that one process keeps busy while it makes batches. Workers that compute slow down the
+            step until they have filled their queue.
+        on_for_new: candidates that are on only while ``new`` runs.
+        scale: samples per batch of ``new``, relative to ``old``. Times of ``old`` are multiplied by it.
+    """
+
+    def __init__(
+        self,
+        old: LoaderTimer,
+        new: LoaderTimer,
+        progress: Progress,
+        *,
+        steps: int,
+        limit: float,
+        settle: int,
+        busy: float = 1.0,
+        on_for_new: Sequence[Candidate] = (),
+        scale: float = 1.0,
+    ) -> None:
+        self._old, self._new, self._progress = old, new, progress
+        self._steps, self._limit, self._settle = steps, limit, settle
+        self._is_computing = busy >= IDLE_BELOW
+        self._on_for_new = on_for_new
+        self._scale = scale
+        self._latest: LoaderTimer | None = None
+
+    def old(self, _: int) -> Block:
+        """Measure a stretch of the baseline."""
+        for candidate in reversed(self._on_for_new):
+            candidate.disable()
+        return self._stretch(self._old, self._new).scaled(self._scale)
+
+    def new(self, _: int) -> Block:
+        """Measure a stretch of the candidate."""
+        for candidate in self._on_for_new:
+            candidate.enable()
+        return self._stretch(self._new, self._old)
+
+    def close(self) -> None:
+        """Close both loaders."""
+        try:
+            self._old.close()
+        finally:
+            self._new.close()
+
+    def _stretch(self, timer: LoaderTimer, other: LoaderTimer) -> Block:
+        self._progress.refresh()
+        settle, rest = self._settle, 0.0
+        if self._latest is not timer:
+            rest = 0.0 if self._latest is None else other.refill_seconds
+            timer.empty_queue()
+            if timer.queue:
+                settle = max(settle, timer.queue if self._is_computing else 1)
+        if not self._settle:
+            time.sleep(rest)
+            rest = 0.0
+        timer.settle(settle, rest)
+        self._latest = timer
+        return timer.stretch(self._steps, self._limit)

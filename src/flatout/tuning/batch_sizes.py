@@ -1,15 +1,147 @@
-"""Search for the fastest number of samples to compute at once, in few trial steps and with few out-of-memory errors."""
+"""Models of a step's time and memory by its number of samples, fitted to trial steps."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
 
 from flatout.core import formatting
-from flatout.tuning.size_models import NOISE, Line, Probe, RateCurve, memory_estimate
+from flatout.core.batches import batch_size_of, resized, tensors_within
+from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory, state_bytes
+from flatout.core.machine import available_memory, local_ranks
+from flatout.distributed.process_group import group_size
+from flatout.techniques.batch_size import BatchCandidate, largest_batch
+from flatout.training.micro_batches import part_sizes
+from flatout.tuning.stopwatch import seconds, step_memory
+
+if TYPE_CHECKING:
+    from flatout.training.job import Job
+
+
+NOISE = 0.03
+"""Largest relative error of a model that explains the measured times."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Result of trial steps with one number of samples.
+
+    Attributes:
+        samples: samples per step.
+        seconds: time of one step.
+        bytes: peak memory of the training, or None if unknown.
+    """
+
+    samples: int
+    seconds: float
+    bytes: int | None
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+
+@dataclass(frozen=True)
+class Line:
+    """Model of a step's time: ``overhead + cost * samples`` seconds."""
+
+    overhead: float
+    cost: float
+
+    def rate(self, samples: int) -> float:
+        """Return the samples per second of steps with ``samples`` samples."""
+        return samples / (self.overhead + self.cost * samples)
+
+    def samples(self, rate: float) -> float:
+        """Return the number of samples that reach the rate, or infinity if no number does."""
+        rest = 1 - rate * self.cost
+        return rate * self.overhead / rest if rest > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """Model of the times of two or more probes: one line, or one line up to a cliff and one line above.
+
+    Attributes:
+        lines: line at each probe, by increasing size. All lines have the same overhead.
+        cliff: number of probes below the cliff, 0 without a cliff.
+        error: largest relative error of a time.
+    """
+
+    lines: tuple[Line, ...]
+    cliff: int
+    error: float
+
+    @property
+    def is_line(self) -> bool:
+        """True if one line explains all times."""
+        return not self.cliff and self.error <= NOISE
+
+    @classmethod
+    def through(cls, probes: Sequence[Probe]) -> RateCurve:
+        """Return one line if it explains the probes, given by increasing size, else the closest curve."""
+        line = cls._fitted(probes, 0)
+        if line.is_line:
+            return line
+        curves = (cls._fitted(probes, cliff) for cliff in range(1, len(probes)))
+        return min([line, *(c for c in curves if 0 < c.lines[0].cost <= c.lines[-1].cost)], key=lambda c: c.error)
+
+    @classmethod
+    def _fitted(cls, probes: Sequence[Probe], cliff: int) -> RateCurve:
+        """Return the curve with this cliff that minimizes the sum of squared relative errors."""
+        samples = np.array([probe.samples for probe in probes])
+        seconds = np.array([probe.seconds for probe in probes])
+        before = np.arange(len(probes)) < cliff
+        costs = [samples * before, samples * ~before] if cliff else [samples]
+        has_overhead = len(probes) > len(costs)  # one time on each side of a cliff does not determine the overhead
+        overhead, *found = _weights(np.stack([np.full(len(probes), has_overhead), *costs], 1) / seconds[:, None])
+        lines = tuple(Line(overhead, found[0] if i < cliff else found[-1]) for i in range(len(probes)))
+        errors = [abs(probe.rate / line.rate(probe.samples) - 1) for probe, line in zip(probes, lines, strict=True)]
+        return cls(lines, cliff, max(errors))
+
+
+def _weights(terms: np.ndarray) -> list[float]:
+    """Return the weights >= 0 of the columns of ``terms`` [rows, columns] that bring each row's sum closest to 1."""
+    weights = np.zeros(terms.shape[1])
+    used = list(range(len(weights)))
+    while (found := np.linalg.lstsq(terms[:, used], np.ones(len(terms)), rcond=None)[0]).min() < 0:
+        del used[found.argmin()]
+    weights[used] = found
+    return weights.tolist()
+
+
+def memory_estimate(points: Sequence[tuple[int, int]], *, steep: bool = False) -> Callable[[int], Fraction]:
+    """Return a cautious estimate of the bytes by size, for sizes above the largest point.
+
+    The estimate is the steepest of three curves: the line through the last two points, the line through the first
+    and the last point, and the parabola through all three.
+
+    Args:
+        points: two or more ``(samples, bytes)``, by increasing size.
+        steep: assume quadratic growth between two points.
+    """
+    first, (samples, _), (largest, largest_bytes) = points[0], *points[-2:]
+    slope = max(Fraction(0), _slope(points[-2], points[-1]), _slope(first, points[-1]))
+    bend = Fraction(0)
+    if len(points) > 2:
+        bend = max(bend, (_slope(points[-2], points[-1]) - _slope(first, points[-2])) / (largest - first[0]))
+    elif steep:
+        bend = slope / largest
+    return lambda n: largest_bytes + (n - largest) * (slope + bend * (n - samples))
+
+
+def _slope(one: tuple[int, int], other: tuple[int, int]) -> Fraction:
+    return Fraction(other[1] - one[1], other[0] - one[0])
+
 
 WITHIN = 0.02
 """Rates with a smaller relative difference count as equal."""
@@ -324,3 +456,179 @@ def _best_of(rates: Mapping[int, float]) -> list[int]:
 def _eights(samples: int, *, up: bool) -> int:
     """Return the next multiple of 8 down, or up."""
     return (samples + 7 * up) // 8 * 8
+
+
+T = TypeVar("T")
+
+MARGIN = 0.1
+"""Share of a device's memory that stays free.
+
+torch's caching allocator cannot use fragments, libraries allocate workspaces, and later batches may be longer.
+"""
+
+TIMED = 2
+"""Number of timed steps per size. The faster one counts, because delays come from other processes."""
+
+
+class SizeTrials:
+    """Trial steps on batches of any size, made from the job's samples.
+
+    Each step is one update on a whole batch. The steps change the training state, which the caller restores.
+
+    Args:
+        job: the training, with an optimizer and at least one batch.
+
+    Attributes:
+        steps: number of steps so far.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.steps = 0
+        self._job = job
+
+    def find(self, start: int, *, smallest: int, largest: int) -> Found:
+        """Return the fastest batch size within memory, in fewer than 20 steps. See :func:`find`."""
+        with self._job.stepper.whole_updates():
+            self._stepping(self._batch(smallest))()  # the first step creates gradients and optimizer state
+        return find(
+            self.probe,
+            start=start,
+            smallest=smallest,
+            largest=largest,
+            limit=memory_limit(self._job),
+            resident=resident_bytes(self._job),
+        )
+
+    def probe(self, samples: int) -> Probe | None:
+        """Return the measurements of a few steps with ``samples`` samples; None if they ran out of memory."""
+
+        def probed() -> Probe:
+            batch = self._batch(samples)
+            allocated, step = self._height(batch), self._stepping(batch)
+            took = min(seconds(step, self._job.spec.device, self._job.spec.ranks) for _ in range(TIMED))
+            return Probe(samples, took, allocated)
+
+        return self._within_memory(probed)
+
+    def height(self, samples: int) -> int | None:
+        """Return the peak memory of training during a step with ``samples`` samples, in bytes; None if unknown.
+
+        Raises:
+            torch.OutOfMemoryError: the step ran out of memory.
+        """
+        with self._job.stepper.whole_updates():
+            batch = self._batch(samples)
+            self._stepping(batch)()
+            return self._height(batch)
+
+    def fits(self, samples: int) -> bool:
+        """Return True if a step with ``samples`` samples fits in memory."""
+        height = self._within_memory(lambda: self.height(samples) or 0)
+        return height is not None and height <= memory_limit(self._job)
+
+    def most_that_fit(self, most: int) -> int | None:
+        """Return the largest number of samples that fits in memory; None if one sample does not fit.
+
+        The number is predicted from a small step. Speed is not considered.
+        """
+        samples = most
+        while not self.fits(samples := max(1, samples // 8)):
+            if samples == 1:
+                return None
+        height, resident = self.height(samples), resident_bytes(self._job)
+        if height is None:
+            return samples
+        foretold = int(samples * (memory_limit(self._job) - resident) / max(1, height - resident))
+        foretold = min(most, foretold // 8 * 8 or foretold)
+        return foretold if foretold > samples and self.fits(foretold) else samples
+
+    def _height(self, batch: Any) -> int | None:
+        """Return the peak memory of a step in bytes, after optimizer state exists.
+
+        Gradients count as memory of the step.
+        """
+        self._job.stepper.zero_grad()
+        spec = self._job.spec
+        allocated = step_memory(self._stepping(batch), spec.device, is_warm=True, ranks=spec.ranks)
+        if allocated is None:
+            return None
+        of_batch = spec.ranks.largest([sum(t.nbytes for t in tensors_within(batch))])[0]
+        return allocated + int(of_batch) + resident_bytes(self._job)
+
+    def _stepping(self, batch: Any) -> Callable[[], None]:
+        def step() -> None:
+            self.steps += 1
+            self._job.stepper.step(batch)
+
+        return step
+
+    def _batch(self, samples: int) -> Any:
+        batch = max(self._job.data.batches, key=batch_size_of)
+        return batch if batch_size_of(batch) == samples else resized(batch, samples)
+
+    def _within_memory(self, work: Callable[[], T]) -> T | None:
+        """Return the result of ``work``; None if it ran out of memory."""
+        try:
+            with self._job.spec.ranks.attempt(), self._job.stepper.whole_updates():
+                return work()
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+        # Here the error is freed, and with it the frames that hold the graph.
+        free_memory(self._job.spec.device)
+        return None
+
+
+def resident_bytes(job: Job) -> int:
+    """Return the bytes that stay between steps: parameters, buffers, optimizer state, and DDP's buckets for gradients.
+
+    Gradients belong to a step.
+    """
+    assert job.spec.optimizer is not None
+    owned = [t for module in job.spec.modules for t in (*module.parameters(), *module.buffers())]
+    tensors = {id(t): t for t in (*parameters_of(job.spec.optimizer), *owned)}
+    own = sum(t.nbytes for t in tensors.values()) + state_bytes(job.spec.optimizer)
+    own += 0 if job.stepper.sync is None else job.stepper.sync.bucket_bytes
+    return int(job.spec.ranks.largest([own])[0])
+
+
+def memory_limit(job: Job) -> float:
+    """Return the memory limit of training in bytes on each rank, at most ``job.spec.memory_limit``.
+
+    The limit is the device's free memory with a margin, on the rank with the least. Ranks on one machine share the
+    memory of its CPU.
+
+    On a GPU, the trials' own copy of model and optimizer state counts as used.
+    """
+    if job.spec.device.type == "cuda":
+        index = torch.cuda.current_device() if job.spec.device.index is None else job.spec.device.index
+        free, total = torch.cuda.mem_get_info(index)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+        unused = min(free + torch.cuda.memory_reserved(index), allowed) - torch.cuda.memory_allocated(index)
+        unused += sum(p.grad.nbytes for m in job.spec.modules for p in m.parameters() if p.grad is not None)
+    else:
+        unused = available_memory() // local_ranks()
+    left = (1 - MARGIN) * (job.spec.ranks.smallest([unused])[0] + resident_bytes(job))
+    return left if job.spec.memory_limit is None else min(left, job.spec.memory_limit)
+
+
+def parts_that_fit(job: Job) -> BatchCandidate | None:
+    """Return the largest parts of batches that fit in memory; None if whole batches fit.
+
+    Ranks that train on their own keep whole batches, because each would find parts of another size.
+
+    Raises:
+        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be split.
+    """
+    if group_size() > job.spec.ranks.size:
+        return None
+    largest, trials = largest_batch(job), SizeTrials(job)
+    if trials.fits(largest):
+        return None
+    too_large = f"batches of {largest} do not fit into {formatting.size_of(int(memory_limit(job)))}"
+    if resized(job.data.batches[0], 1) is None:
+        raise torch.OutOfMemoryError(f"{too_large}, and cannot be taken apart")
+    samples = trials.most_that_fit(largest - 1)
+    if samples is None:
+        raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
+    return BatchCandidate(job, micro_batch=max(part_sizes(largest, samples)))

@@ -22,13 +22,10 @@ from flatout.techniques import (
 )
 from flatout.tuning.acceptance import HOPELESS, saves_bytes
 from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.lockstep import failure_of
-from flatout.tuning.noise import Pair
-from flatout.tuning.timing import Block, seconds
-from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
-from flatout.tuning.verification import is_verified, verify
+from flatout.tuning.numerics import is_verified, verify
+from flatout.tuning.pairs import FEWEST_UNDECIDED, Pair, PairedTrial
+from flatout.tuning.ranks import failure_of
+from flatout.tuning.stopwatch import Block, LoaderComparison, LoaderTimer, seconds
 
 HOPELESS_WARM_UP = 2.0
 """Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
