@@ -17,8 +17,7 @@ SOURCES = Path(__file__).parents[2] / "src" / "flatout"
 FILE = Path(__file__).with_name("mutants.jsonl")
 _STEPPER = ("stepper", "parallel_stepper", "objective", "job_state", "micro_batches", "recovery")
 _GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
-_TRIALS = ("block", "timing", "noise", "sequence", "trial", "factorial", "combination_*", "statistics", "race")
-_DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "same_draws")
+_DECISIONS = ("stopwatch", "statistics", "pairs", "combinations", "race", "acceptance", "budget", "plan_cache")
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "optim": (60, ("optim/*.py", "core/gradients.py")),
     "amp": (30, ("amp/*.py",)),

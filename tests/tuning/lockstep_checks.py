@@ -30,10 +30,10 @@ from flatout.distributed.process_group import control_group
 from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
 from flatout.training.stepper import Stepper
 from flatout.tuning import costs
-from flatout.tuning.combinations import CombinationTrials
+from flatout.tuning.combinations import Combinations
 from flatout.tuning.numerics import Difference
 from flatout.tuning.ranks import same_candidates
-from flatout.tuning.stopwatch import LoaderTimer
+from flatout.tuning.stopwatch import Stopwatch
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import job_of
@@ -260,13 +260,13 @@ def failing(program: Program, rank: int) -> Iterator[list[str]]:
             elif program.place == "verify":
                 patch(flatout.tuning.numerics, "observe", before)
             elif program.place == "combination":
-                patch(CombinationTrials, "_measure", before)
+                patch(Combinations, "_measure", before)
             elif program.place == "numerics":  # all candidates compute wrong values on this rank
                 patch(flatout.tuning.numerics, "compare", differing)
             elif program.place == "restore":
                 patch(Snapshot, "restore", after)
             elif program.place == "loader":
-                patch(flatout.tuning.trials, "LoaderTimer", before)
+                patch(flatout.tuning.trials, "Stopwatch", before)
             elif program.place == "batch":
                 patch(DataLoader, "__iter__", before)
         yield raised
@@ -384,8 +384,8 @@ def loops_train_for_equally_many_batches() -> None:
     counts = []
     end_after_a_hang()
     with running_on(machine, together.rank):
-        timer = LoaderTimer(job, loader)
-        for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.stretch(40), lambda: timer.stretch(40, limit=4.0)):
+        timer = Stopwatch(job, loader)
+        for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.block(40), lambda: timer.block(40, limit=4.0)):
             begun = len(steps)
             run()
             counts.append(len(steps) - begun)

@@ -19,7 +19,7 @@ from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.combinations import _Stage
+from flatout.tuning.combinations import Combinations
 from flatout.tuning.ledger import Decision
 from flatout.tuning.numerics import Observed, observe, updates_have_gradients, verify
 from flatout.tuning.pairs import difference
@@ -263,7 +263,7 @@ def test_a_candidate_is_compared_with_the_one_before(timed: TimedBench) -> None:
     assert timed.bench.noise
     verify(timed.bench, first.candidates(timed.bench.job)[0], [first])  # measures the baseline
     timed.seconds *= 2
-    stage = _Stage(timed.bench, [first, second], deadline=math.inf)
+    stage = Combinations(timed.bench, [first, second])
     stage.screen()
     one, other = stage._factors
     assert (one.instead_of, other.instead_of) == (None, one)

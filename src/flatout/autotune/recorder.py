@@ -1,7 +1,16 @@
-"""Recorder of a script's outermost module calls, losses and optimizer steps.
+"""Recorder of a script's outermost module calls, losses and optimizer steps, and the training that they make.
 
 The script does not change. ``Module.__call__`` and ``torch.autograd.backward`` are replaced by functions that record
 the call and forward it. The owner of the recorder calls ``end_update`` after an optimizer has stepped.
+
+The code between a module's output and the loss belongs to the script, and cannot be called again. But its effect on the
+module is known from the loss and the gradients at the outputs. Around the recorded outputs ``out0`` the loss is
+
+    loss(out) = loss0 + <out - out0, gradients>
+
+to first order. This function has the true value and the true gradients at the recorded parameters, and costs less than
+any loss. So every module becomes a plain training with batches and a loss of each batch. The module may be called
+several times, have several inputs or outputs, or return its loss.
 """
 
 from __future__ import annotations

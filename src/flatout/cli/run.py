@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.arguments import budget_of
-from flatout.autotune.allowance import Options
 from flatout.autotune.engine import Engine
+from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError, add_program, files_of, program_of, write
 from flatout.core.formatting import first_line

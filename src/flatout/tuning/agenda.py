@@ -1,197 +1,412 @@
-"""Search and confirmation: decide every technique, then race the tuned loop against the original."""
+"""Agenda: open questions about techniques, each with a promise and a cost. The budget's seconds answer them.
+
+If all questions fit into the time that is left, the order of the registry counts, because later techniques build on
+earlier ones. Otherwise the question that promises most per second of its trial comes first. ``optimize`` is one long
+turn, and ``flatout run`` takes many short turns between updates. A cached plan consists of answers to check, and a
+forced technique is an answer without a question. A trial that decides nothing leaves its question open.
+
+A deterministic training uses cached plans, too. It times only bit-identical techniques, so a cached decision cannot
+change a result. The plan is applied without a race, so that all starts make the same decisions.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable, free_memory
 from flatout.core.machine import load_average, usable_cores
-from flatout.data.loaders import length_of
-from flatout.guards import MeanOverSamples
 from flatout.plan import CACHED, Plan
-from flatout.report.model import Gain, Pace, Row, Statistic, Status
+from flatout.report.model import Pace, Row, Status
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, Rule, StepTechnique
-from flatout.techniques.batch_size import BatchCandidate, largest_batch, size_of
-from flatout.training.batch_size_change import BatchSizeChange
 from flatout.training.device_verdict import judged
 from flatout.training.job import Job
-from flatout.training.learning_rate import ScaledSchedule
 from flatout.training.step_flops import peak_of
-from flatout.tuning.acceptance import KEEP_ABOVE
-from flatout.tuning.batch_sizes import memory_limit, parts_that_fit
-from flatout.tuning.bench import Bench
-from flatout.tuning.budget import Budget
-from flatout.tuning.combinations import decide_factors
+from flatout.tuning.bench import SHARE, TRIAL_SECONDS, Bench
+from flatout.tuning.budget import RACE_SHARE, Budget
+from flatout.tuning.combinations import Combinations
 from flatout.tuning.costs import costs_of
 from flatout.tuning.ledger import Decision, Ground
 from flatout.tuning.numerics import verify
 from flatout.tuning.plan_cache import forget_decision, key_of, read_plan, write_plan
 from flatout.tuning.progress import log
-from flatout.tuning.race import RaceResult, race, race_once, shortest_race
+from flatout.tuning.race import Outcome, race, race_once, shortest_race
 from flatout.tuning.ranks import applies_on_all, failure_of
-from flatout.tuning.request import BATCH_SIZE, Choices
+from flatout.tuning.request import BATCH_SIZE
 from flatout.tuning.session import EARLIER, Session
-from flatout.tuning.trials import refresh, warm_up
-from flatout.tuning.tuner import Tuner
+from flatout.tuning.statistics import FEWEST_PAIRS
+from flatout.tuning.trials import refresh, screening_seconds, warm_up
+from flatout.tuning.tuner import apply_batch_size
 
-ADVICE_SHARE = 0.05
-"""Share of the budget that advice may take after all trials, because advice is cheap."""
+RACE_SECONDS = 2.0
+"""Seconds of the race of a cached plan. The race takes longer if its fewest pairs do."""
 
+WARM_COMPILE_SECONDS = 8.0
+"""Estimated seconds of a compilation whose code is in torch's cache, with the first step."""
 
-@dataclass(frozen=True)
-class Baseline:
-    """Measurements of the original loop.
+ROOM = 1.1
+"""Time of a turn relative to its estimate, as a safety margin."""
 
-    Attributes:
-        peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
-        costs: more fields of its ``Pace``.
-    """
-
-    peak_flops: float | None
-    costs: Mapping[str, Any]
+SOURCE = "the cached plan"
+"""Origin of the decisions, for the report."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a confirmation.
-
-    Attributes:
-        before: pace of the original loop; None if not measured.
-        after: pace of the tuned loop; None if not measured.
-        gain: speed of the tuned loop relative to the original, from the race; None without a race.
-        gain_statistic: the time that ``gain`` compares.
-        verdict: text about the utilization of the device, and about what limits it.
-        peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
-    """
-
-    before: Pace | None
-    after: Pace | None
-    gain: Gain | None
-    gain_statistic: Statistic
-    verdict: str
-    peak_flops: float | None
-
-
-def search(session: Session) -> Baseline:
-    """Decide the batch size and then every technique, in the order of the registry.
+def decide(session: Session) -> Outcome:
+    """Decide every technique of ``optimize``, by the cached plan if it holds here, or else by trials. Cache the result.
 
     Raises:
         ValueError: a forced technique cannot be kept, or a decision disagrees with the plan.
     """
-    baseline, bench, tuner = measured_baseline(session), session.bench, session.tuner
-    measured = [technique for technique in REGISTRY if isinstance(technique, Measured)]
-    seconds = {technique.name: tuner.seconds_for(technique) for technique in measured}
-    bench.budget.later = sum(seconds.values())
-    if session.job.spec.resizes:  # all later decisions are made at this size
-        with session.stage(f"trying {BATCH_SIZE.title}"):
-            tuner.decide(BATCH_SIZE)
-    for technique in REGISTRY:
-        candidate = session.ledger.rules.get(technique.name)
-        if isinstance(technique, Rule) and technique.is_priced and candidate is not None and session.measures:
-            with session.stage(f"timing {technique.title}"):
-                tuner.price(technique.name, candidate)
-    others = [t for t in measured if not (isinstance(t, StepTechnique) and t.may_combine(session.job))]
-    bench.budget.later = sum(seconds[technique.name] for technique in others)
-    with session.stage("trying combinations of techniques"):
-        decided = decide_factors(tuner, bench, measured)
-    left = [technique for technique in measured if technique.name not in decided]
-    for i, technique in enumerate(left):
-        bench.budget.later = sum(seconds[later.name] for later in left[i + 1 :])
-        with session.stage(f"trying {technique.title}"):
-            tuner.decide(technique)
-    _look_again(session)
-    return baseline
+    agenda, ranks = Agenda(session), session.job.spec.ranks
+    if not session.request.measures:
+        return agenda.run()
+    key = key_of(session)
+    outcome = agenda.run(ranks.first(read_plan(key) if session.request.plan == CACHED and ranks.rank == 0 else None))
+    if session.measures and ranks.rank == 0:
+        write_plan(key, session.plan())
+        session.job.breaks.forget = partial(forget_decision, key)
+    return outcome
 
 
-def _look_again(session: Session) -> None:
-    """Try undecided techniques that look faster again with the time that is left, the most promising one first.
-
-    Each trial left time for all later techniques, and these may have taken less time.
-    """
-    bench, ledger = session.bench, session.ledger
-    undecided = [t for t in REGISTRY if isinstance(t, Measured) and t.name in ledger.undecided]
-    gains = {t: KEEP_ABOVE if (gain := ledger.row(t.name).gain) is None else gain.ratio for t in undecided}
-    bench.budget.later = 0.0
-    for technique in sorted(undecided, key=lambda technique: -gains[technique]):
-        if gains[technique] >= KEEP_ABOVE and session.tuner.seconds_for(technique):
-            with session.stage(f"trying {technique.title} again"):
-                session.tuner.decide(technique)
-
-
-def measured_baseline(session: Session, *, is_brief: bool = False) -> Baseline:
-    """Apply the requested batch size, settle the budget, and measure the original loop.
+class Agenda:
+    """Open questions about the techniques of a prepared session.
 
     Args:
         session: the session.
-        is_brief: leave out the costs of steps and of the loader.
+
+    Attributes:
+        open: techniques without an answer, in the order of the registry.
+        answers: decisions of a cached plan that wait for a check, by technique.
+        result: result of the last race, or None before the first race.
     """
-    request, bench = session.request, session.bench
-    on_gpu = session.job.spec.device.type == "cuda"
-    checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
-    checks = checks and not session.job.objective.why_untried
-    with session.stage("applying the batch size"):
-        apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
-    with session.stage("measuring the original loop"):
-        session.settle_budget()
+
+    def __init__(self, session: Session) -> None:
+        self.open = [technique for technique in REGISTRY if isinstance(technique, Measured)]
+        self.answers: dict[str, Any] = {}
+        self.result: Outcome | None = None
+        self.session = session
+        self._tried: dict[Measured, float] = {}
+        """Techniques that were tried, with the total seconds of their trials."""
+        self._raced: Sequence[Decision] = ()
+        self._peak: float | None = None
+        self._costs: Mapping[str, Any] = {}
+
+    def run(self, plan: Plan | None = None) -> Outcome:
+        """Answer all questions in one turn, race the tuned loop against the original, and end the trials."""
+        session, ledger = self.session, self.session.ledger
+        self.begin(plan)
+        self.answer()
+        for technique in self.open:
+            if technique not in self._tried:
+                session.tuner.decide(technique)  # its row gives the reason why it is not tried
+        if self.result is None or self._raced != ledger.won:
+            with session.stage("racing the tuned loop against the original"):
+                has_won = bool(ledger.won)
+                self._peak_of_device()  # in the time that trials have left, because the race may need the rest
+                self.result = race(session.bench)
+            if has_won and not ledger.won:
+                session.notes.append(f"no gain could be shown: {noise_and_load(session.bench)}")
+        return self.end()
+
+    # Turns
+
+    def begin(self, plan: Plan | None = None) -> None:
+        """Check the answers of a plan, or measure the original loop without one."""
+        session = self.session
+        if plan is not None and self._repeat(plan):
+            return
+        self._measure_baseline(is_brief=session.request.is_recorded)
+        if session.job.spec.resizes:  # all later decisions are made at this size
+            with session.stage(f"trying {BATCH_SIZE.title}"):
+                session.tuner.decide(BATCH_SIZE)
+        for rule in REGISTRY:
+            candidate = session.ledger.rules.get(rule.name)
+            if isinstance(rule, Rule) and rule.is_priced and candidate is not None and session.measures:
+                with session.stage(f"timing {rule.title}"):
+                    session.tuner.price(rule.name, candidate)
+
+    def answer(self) -> None:
+        """Answer open questions while there is time."""
+        session, bench = self.session, self.session.bench
         if session.measures:
-            session.progress.budget = bench.budget
             bench.budget.reserve(shortest_race(bench))
-        peak = _peak_of(session)
-        return Baseline(peak, costs_of(bench) if session.measures and not is_brief else {})
+        for technique in [t for t in self.open if session.choices.of(t) is False]:
+            self._ask([technique])
+        while question := self._next():
+            self._ask(question)
 
+    def race(self) -> bool:
+        """Race the kept techniques if they are new. Techniques that the race reverts are open again.
 
-def confirm(session: Session, baseline: Baseline) -> Outcome:
-    """Race the tuned loop against the original, revert decisions that do not help, and collect advice."""
-    bench = session.bench
-    with session.stage("racing the tuned loop against the original"):
-        has_won = bool(bench.ledger.won)
-        _peak_of(session)  # in the time that trials have left, because the race may need the rest
-        result = race(bench)
-        if has_won and not bench.ledger.won:
-            session.notes.append(f"no gain could be shown: {noise_and_load(bench)}")
-    return conclude(session, baseline, result)
+        Returns:
+            True if there was a race.
+        """
+        session, won = self.session, self.session.ledger.won
+        if won == self._raced:
+            return False
+        begun = session.bench.ranks.now()
+        self.result = race(session.bench)
+        self._raced = session.ledger.won
+        reverted = {decision.technique for decision in won} - {decision.technique for decision in self._raced}
+        for technique in REGISTRY:
+            if isinstance(technique, Measured) and technique.name in reverted:
+                self.open.append(technique)
+                self._tried[technique] = self._tried.get(technique, 0.0) + session.bench.ranks.now() - begun
+        return True
 
+    def seconds_needed(self) -> float:
+        """Return the seconds of a turn for the next question, or infinity if no trial can answer an open question.
 
-def outcome_of(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
-    """Return the result of a race, with the costs and the utilization of both loops.
+        Rows of techniques that no trial can decide get the reason.
+        """
+        session, worth = self.session, self._worth()
+        for technique in self.open:
+            if technique not in worth:
+                session.tuner.decide(technique)
+        if not worth:
+            return math.inf
+        factors, best = self._factors(worth), max(worth, key=self._rate)
+        seconds = self._cost(*factors[:2]) if len(factors) > 1 and best in factors else self._cost(best)
+        return ROOM * max(seconds / (1 - RACE_SHARE), seconds + shortest_race(session.bench))
 
-    Args:
-        session: the session, with its decisions.
-        baseline: measurements of the original loop.
-        result: result of the race.
-    """
-    job, bench = session.job, session.bench
-    peak = _peak_of(session)
-    before = _completed(result.before, job, baseline.peak_flops, baseline.costs)
-    after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
-    verdict = ""
-    if after is not None:
-        verdict = str(judged(job, after.mfu, session.rows, bench.tensor_cores, stall_fraction=after.load_fraction))
-    return Outcome(before, after, result.gain, result.statistic, bench.ranks.first(verdict), peak)
+    def plan(self) -> Plan:
+        """Return the decisions so far. Another start continues with the open techniques."""
+        plan = self.session.plan()
+        undecided = {*plan.undecided, *(technique.name for technique in self.open)}
+        decisions = {**self.answers, **plan.decisions}
+        return replace(plan, decisions=decisions, undecided=[t.name for t in REGISTRY if t.name in undecided])
 
+    # Questions
 
-def conclude(session: Session, baseline: Baseline, result: RaceResult) -> Outcome:
-    """End all trials after the last race, and collect advice. Arguments and result are those of ``outcome_of``."""
-    job, bench, outcome = session.job, session.bench, outcome_of(session, baseline, result)
-    for technique in REGISTRY:
-        if isinstance(technique, Advice):
-            with session.stage(f"looking at {technique.title}"):
-                row = _advise(technique, session)
-                session.ledger.add(Decision(row))
-    refresh(bench)
-    job.data.batches = ()
-    for candidate in session.ledger.candidates:
-        candidate.on_tuning_end()
-    bench.rewind(to_train=False)
-    session.end_tuning(result.gain)
-    return outcome
+    def _next(self) -> Sequence[Any]:
+        """Return the techniques of the next question; empty if no question can be answered in the time that is left.
+
+        Untried techniques that can be combined are one question.
+        """
+        session, budget = self.session, self.session.bench.budget
+        chosen = [technique for technique in self.open if session.choices.of(technique) is not None]
+        worth = self._worth()
+        ready = [technique for technique in worth if self._cost(technique) <= session.tuner.seconds_left(technique)]
+        usual = {t: max(self._cost(t), TRIAL_SECONDS) for t in ready if t not in self._tried}
+        factors = self._factors(ready)
+        if sum(usual.values()) <= budget.left or not ready:
+            untried = [t for t in self.open if t in chosen or t in usual]
+            question = factors if len(factors) > 1 else untried[:1]
+        else:
+            question = chosen[:1]
+        if not question and ready:
+            best = max(ready, key=self._rate)
+            question = factors if len(factors) > 1 and best in factors else [best]
+        while len(question) > 1 and not budget.fits(self._cost(*question)):
+            question = question[:-1]
+        budget.later = sum(seconds for technique, seconds in usual.items() if technique not in question)
+        return question
+
+    def _worth(self) -> list[Measured]:
+        """Return the open techniques that a trial with enough time may decide."""
+        session = self.session
+        if not session.measures:
+            return []
+        least = session.bench.acceptance.least_saving * session.bench.pace.total_ms
+        worth = [t for t in self.open if t not in self._tried or self._promise(t) >= least]
+        return [technique for technique in worth if session.tuner.may_try(technique)]
+
+    def _factors(self, techniques: Iterable[Measured]) -> list[StepTechnique]:
+        """Return the untried techniques that can be combined, the most promising first."""
+        job = self.session.job
+        factors = [
+            t for t in techniques if isinstance(t, StepTechnique) and t.may_combine(job) and t not in self._tried
+        ]
+        return sorted(factors, key=lambda technique: -technique.optimistic_gain)
+
+    def _rate(self, technique: Measured) -> float:
+        """Return the saving that a technique promises per second of its trial."""
+        return self._promise(technique) / self._cost(technique)
+
+    def _promise(self, technique: Measured) -> float:
+        """Return the milliseconds per step that an earlier trial saved. Without one, return the most it may save."""
+        bench = self.session.bench
+        gains = {row.technique: row.gain for row in bench.ledger.rows}
+        if technique in self._tried and (gain := gains.get(technique.name)) is not None:
+            return bench.pace.total_ms * (1 - 1 / gain.ratio)
+        return bench.ranks.largest([technique.most_saved(bench.job, bench.pace)])[0]
+
+    def _cost(self, *techniques: Measured) -> float:
+        """Return the estimated seconds of a trial of techniques, or of their check for a cached plan.
+
+        The estimate is at least the time of all earlier trials of the technique, which decided nothing.
+        """
+        if techniques[0].name in self.answers:
+            return WARM_COMPILE_SECONDS
+        if len(techniques) > 1:
+            return screening_seconds(self.session.bench, len(techniques))
+        return max(self.session.tuner.shortest_trial(techniques[0]), self._tried.get(techniques[0], 0.0))
+
+    def _ask(self, question: Sequence[Any]) -> None:
+        """Answer a question. It stays open if a first or a short trial has decided nothing."""
+        session, ranks = self.session, self.session.bench.ranks
+        begun, first = ranks.now(), question[0]
+        if len(question) > 1:
+            with session.stage("trying combinations of techniques"):
+                combinations = Combinations(session.bench, question)
+                combinations.screen()
+                combinations.decide()
+        elif first.name in self.answers:
+            self._check_answer(first)
+        else:
+            with session.stage(f"trying {first.title}{' again' if first in self._tried else ''}"):
+                session.tuner.decide(first)
+        took, ledger = ranks.now() - begun, session.ledger
+        tried = {row.technique for row in ledger.rows if row.trials}
+        for technique in question:
+            was_tried = technique in self._tried
+            if technique.name in tried or len(question) == 1:
+                self._tried[technique] = self._tried.get(technique, 0.0) + took
+                is_open = technique.name in ledger.undecided and technique.name in tried
+                if not is_open or (was_tried and took > TRIAL_SECONDS):
+                    self.open.remove(technique)
+            else:
+                self._tried[technique] = 0.0  # next time alone
+
+    # Answers of a cached plan
+
+    def _repeat(self, plan: Plan) -> bool:
+        """Apply a plan and race it against the original loop.
+
+        The decisions that need a setup wait for a later turn if the training is a script's.
+
+        Returns:
+            False if the plan fails or loses. Then all decisions are as before.
+        """
+        session, bench = self.session, self.session.bench
+        before, source = session.ledger.decisions, session.job.data.source
+        later: dict[str, Any] = {}
+        try:
+            with bench.ranks.attempt():
+                self._measure_baseline(is_brief=True)
+                if not session.measures:  # the training is too short to compare anything
+                    _roll_back(session, before, source)
+                    return False
+                if session.request.is_recorded:
+                    later = {
+                        t.name: plan.decisions[t.name]
+                        for t in self.open
+                        if t.name in plan.decisions and t.setup_estimate(session.job, bench.pace)
+                    }
+                with session.stage("checking the cached plan"):
+                    session.repeated = plan
+                    _apply(session, plan.without(*later))
+                    self.result = _race(bench)
+            gain = self.result.gain
+            failure = "the tuned loop was slower than the original" if gain is not None and gain.high < 1.0 else ""
+        except Exception as error:  # a candidate may no longer work
+            failure = formatting.first_line(error)
+        if failure:
+            session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
+            log(session.notes[-1], session.logs)
+            self.result = None
+            _roll_back(session, before, source)
+            return False
+        session.notes.append(
+            f"the decisions come from {SOURCE} of an earlier start. optimize(plan=None) measures all techniques again"
+        )
+        self._raced, self.answers = session.ledger.won, later
+        self.open = [t for t in self.open if t.name in later or self._is_open_after(plan, t)]
+        if self.open:
+            session.repeated, session.retried = None, frozenset(plan.undecided)
+        return True
+
+    def _is_open_after(self, plan: Plan, technique: Measured) -> bool:
+        """Return True if a start spends time on a technique although the plan holds.
+
+        The plan's undecided techniques are tried again, each once. If the plan was made under load and the machine is
+        quiet now, all techniques that the plan does not keep are tried.
+        """
+        session = self.session
+        if session.job.spec.deterministic or session.choices.of(technique) is not None:
+            return False
+        is_quiet = session.load_average is not None and session.load_average <= session.cores
+        tries_all = plan.is_made_under_load and is_quiet
+        return technique.name not in plan.decisions and (tries_all or technique.name in plan.undecided)
+
+    def _check_answer(self, technique: Measured) -> None:
+        """Keep a technique as the cached plan decided, after a new comparison of its numerics."""
+        session = self.session
+        try:
+            with session.stage(f"repeating {technique.title}"):
+                keep(session, technique, self.answers.pop(technique.name))
+        except NotApplicable as reason:
+            session.ledger.add(Decision(technique.row("not applicable", str(reason))))
+        except Exception as error:  # of a candidate that no longer works
+            session.ledger.add(Decision(technique.row("rejected", formatting.first_line(error))))
+        session.bench.rewind()
+
+    # Measurements of whole loops
+
+    def _measure_baseline(self, *, is_brief: bool) -> None:
+        """Apply the requested batch size, settle the budget, and measure the original loop.
+
+        Args:
+            is_brief: leave out the costs of steps and of the loader.
+        """
+        session, bench, request = self.session, self.session.bench, self.session.request
+        on_gpu = session.job.spec.device.type == "cuda"
+        checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
+        checks = checks and not session.job.objective.why_untried
+        with session.stage("applying the batch size"):
+            apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
+        with session.stage("measuring the original loop"):
+            session.settle_budget()
+            if session.measures:
+                session.progress.budget = bench.budget
+                bench.budget.reserve(shortest_race(bench))
+            self._peak = self._peak_of_device()
+            self._costs = costs_of(bench) if session.measures and not is_brief else {}
+
+    def outcome(self) -> Outcome:
+        """Return the result of the last race, with the costs and the utilization of both loops."""
+        session, bench, job = self.session, self.session.bench, self.session.job
+        result = self.result or Outcome(bench.pace, bench.pace)
+        peak = self._peak_of_device()
+        before = _completed(result.before, job, self._peak, self._costs)
+        after = _completed(result.after, job, peak, costs_of(bench) if session.measures else {})
+        verdict = ""
+        if after is not None:
+            verdict = str(judged(job, after.mfu, session.rows, bench.tensor_cores, stall_fraction=after.load_fraction))
+        verdict = bench.ranks.first(verdict)
+        return replace(result, before=before, after=after, verdict=verdict, peak_flops=peak)
+
+    def end(self) -> Outcome:
+        """End all trials, and collect advice. Return the outcome of the last race."""
+        session, bench, outcome = self.session, self.session.bench, self.outcome()
+        for technique in REGISTRY:
+            if isinstance(technique, Advice):
+                with session.stage(f"looking at {technique.title}"):
+                    session.ledger.add(Decision(_advise(technique, session)))
+        refresh(bench)
+        session.job.data.batches = ()
+        for candidate in session.ledger.candidates:
+            candidate.on_tuning_end()
+        bench.rewind(to_train=False)
+        session.end_tuning(outcome.gain)
+        return outcome
+
+    def _peak_of_device(self) -> float | None:
+        """Return the peak of this rank's device in FLOP/s, which MFU refers to; None if unknown.
+
+        A measurement has to fit into the budget. Only rank 0 measures the peak of a CPU, because the ranks would
+        disturb each other.
+        """
+        job, ranks = self.session.job, self.session.bench.ranks
+        left = self.session.bench.budget.left
+        has_own = ranks.rank == 0 or job.spec.device.type == "cuda"
+        own = peak_of(job.spec, job.work, seconds=left if ranks.rank == 0 else 0.0).flops if has_own else None
+        of_first = ranks.first(own)
+        return of_first if own is None else own
 
 
 def noise_and_load(bench: Bench) -> str:
@@ -225,24 +440,10 @@ def _found(technique: Advice, session: Session) -> Row:
     """Return the row of an advice that applies, as this rank finds it."""
     row = technique.row("advice", "")
     try:
-        found = technique.findings(session.job, ADVICE_SHARE * session.bench.budget.seconds)
+        found = technique.findings(session.job, SHARE * session.bench.budget.seconds)
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     return replace(row, why="\n".join(found))
-
-
-def _peak_of(session: Session) -> float | None:
-    """Return the peak of this rank's device in FLOP/s, which MFU refers to; None if unknown.
-
-    A measurement has to fit into the budget. Only rank 0 measures the peak of a CPU, because the ranks would disturb
-    each other.
-    """
-    job, ranks = session.job, session.job.spec.ranks
-    left = session.bench.budget.left
-    has_own = ranks.rank == 0 or job.spec.device.type == "cuda"
-    own = peak_of(job.spec, job.work, seconds=left if ranks.rank == 0 else 0.0).flops if has_own else None
-    of_first = ranks.first(own)
-    return of_first if own is None else own
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
@@ -259,202 +460,6 @@ def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[s
     used, most = zip(*filter(None, known), strict=True)
     of_ranks = [replace(of_rank, mfu=used[of_rank.rank] / most[of_rank.rank]) for of_rank in completed.ranks]
     return replace(completed, mfu=sum(used) / sum(most), ranks=tuple(of_ranks))
-
-
-PARTS_ARE_EQUAL = MeanOverSamples()
-
-
-def apply_batch_size(
-    tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
-) -> None:
-    """Apply the requested batch size, and split batches that do not fit in memory.
-
-    Args:
-        tuner: tuner on ``bench``.
-        bench: the training.
-        choices: techniques that are forbidden or forced.
-        batch_size: argument of ``optimize``, in samples per update if it is a number.
-        checks_memory: True to test with steps whether whole batches fit in memory.
-
-    Raises:
-        ValueError: the batch size cannot be applied.
-        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be computed in parts.
-    """
-    job = bench.job
-    memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
-    for technique in memory_techniques:
-        if choices.of(technique):
-            tuner.decide(technique)
-    if choices.of(BATCH_SIZE):
-        tuner.decide(BATCH_SIZE)
-        return
-    if job.spec.optimizer is None or choices.plan is not None or choices.of(BATCH_SIZE) is False:
-        return
-    if isinstance(batch_size, int):
-        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
-        tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
-    bench.rewind()
-    if not checks_memory:
-        return
-    failure: torch.OutOfMemoryError | None = None
-    try:
-        with bench.ranks.attempt():
-            parts = parts_that_fit(job)
-    except torch.OutOfMemoryError as error:
-        failure = error
-    bench.rewind()
-    if failure is None and parts is not None and (reason := tuner.contradiction(PARTS_ARE_EQUAL)):
-        whole = formatting.size_of(int(memory_limit(job)))
-        failure = torch.OutOfMemoryError(
-            f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
-        )
-    if failure is None:
-        _impose_parts(parts, tuner, bench)
-        return
-    free = [technique for technique in memory_techniques if choices.of(technique) is None]
-    if not any(_fits_with(technique, tuner, bench) for technique in free):
-        raise failure
-
-
-def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> None:
-    """Split batches that do not fit in memory."""
-    if parts is not None:
-        result = bench.job.stepper.micro_batches.result()
-        why = f"whole batches do not fit into memory: they are computed in parts, {result}"
-        tuner.impose(BATCH_SIZE, parts, why)
-
-
-def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
-    """Keep a technique if batches, or parts of batches, fit in memory with it. Return True if it is kept."""
-    try:
-        with bench.ranks.attempt():
-            technique.check(bench.job)
-            candidate = technique.candidates(bench.job)[0]
-            with candidate:
-                parts = parts_that_fit(bench.job)
-    except Exception:  # the model may not allow the change, or not even one sample may fit in memory
-        return False
-    finally:
-        bench.rewind()
-    if parts is not None and tuner.contradiction(PARTS_ARE_EQUAL):
-        return False
-    tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
-    _impose_parts(parts, tuner, bench)
-    return True
-
-
-def scaled_schedule(bench: Bench, scheduler: Any, *, own_size: int, own_loader: Iterable[Any]) -> ScaledSchedule | None:
-    """Return the schedule of learning rates for another batch size; None if the size is the user's own.
-
-    Args:
-        bench: the training, whose ledger records the changes.
-        scheduler: the user's scheduler; None without one.
-        own_size: samples per batch of the user's loader.
-        own_loader: the user's loader.
-    """
-    job = bench.job
-    optimizer, accumulate, size = job.spec.optimizer, job.spec.accumulate, size_of(job)
-    if optimizer is None or size == own_size:
-        return None
-    change = BatchSizeChange(
-        rule=job.spec.lr_rule,
-        samples=(own_size * accumulate, size * accumulate),
-        updates=(math.ceil(length_of(own_loader) / accumulate), math.ceil(length_of(job.data.loader) / accumulate)),
-        training=math.ceil(job.data.expected_steps / accumulate),
-    )
-    row = bench.ledger.row(BATCH_SIZE.name)
-    bench.ledger.amend(replace(row, why="; ".join([row.why, *change.told(optimizer)])))
-    return change.schedule(optimizer, scheduler)
-
-
-RACE_SECONDS = 2.0
-RACE_PAIRS = 3
-"""Seconds of the race of a cached plan, and its fewest pairs. The race takes longer if the pairs do."""
-
-SOURCE = "the cached plan"
-"""Origin of the decisions, for the report."""
-
-
-def decide(session: Session) -> Outcome:
-    """Decide every technique, by the cached plan if it holds here, or else by a search. The result is cached."""
-    if not session.request.measures:
-        return confirm(session, search(session))
-    key = key_of(session)
-    ranks = session.job.spec.ranks
-    plan = ranks.first(read_plan(key) if session.request.plan == CACHED and ranks.rank == 0 else None)
-    repeated = None if plan is None else repeat(session, plan)
-    if plan is None or repeated is None:
-        outcome = confirm(session, search(session))
-    else:
-        outcome = _complete(session, plan, *repeated)
-    if session.measures and ranks.rank == 0:
-        write_plan(key, session.plan())
-        session.job.breaks.forget = partial(forget_decision, key)
-    return outcome
-
-
-def techniques_to_try(session: Session, plan: Plan) -> list[Measured]:
-    """Return the techniques that this start spends its budget on, although the plan holds.
-
-    The plan's undecided techniques are tried again, each once. If the plan was made under load and the machine is quiet
-    now, all techniques that the plan does not keep are tried.
-    """
-    if session.job.spec.deterministic:
-        return []
-    is_quiet = session.load_average is not None and session.load_average <= session.cores
-    tries_all = plan.is_made_under_load and is_quiet
-    return [
-        technique
-        for technique in REGISTRY
-        if isinstance(technique, Measured)
-        and session.choices.of(technique) is None
-        and technique.name not in plan.decisions
-        and (tries_all or technique.name in plan.undecided)
-    ]
-
-
-def repeat(session: Session, plan: Plan) -> tuple[Baseline, RaceResult] | None:
-    """Apply a plan and race it against the original loop.
-
-    Returns:
-        The baseline and the result of the race. None if the plan fails or loses. Then all decisions are as before.
-    """
-    before, source = session.ledger.decisions, session.job.data.source
-    try:
-        with session.job.spec.ranks.attempt():
-            baseline = measured_baseline(session, is_brief=True)
-            if not session.measures:  # the training is too short to compare anything
-                _roll_back(session, before, source)
-                return None
-            with session.stage("checking the cached plan"):
-                session.repeated = plan
-                _apply(session, plan)
-                result = _race(session.bench)
-        is_lost = result.gain is not None and result.gain.high < 1.0
-        failure = "the tuned loop was slower than the original" if is_lost else ""
-    except Exception as error:  # a candidate may no longer work
-        failure = formatting.first_line(error)
-    if failure:
-        session.notes.append(f"{SOURCE} failed ({failure}), so trials decided again")
-        log(session.notes[-1], session.logs)
-        _roll_back(session, before, source)
-        return None
-    session.notes.append(
-        f"the decisions come from {SOURCE} of an earlier start. optimize(plan=None) measures all techniques again"
-    )
-    return baseline, result
-
-
-def _complete(session: Session, plan: Plan, baseline: Baseline, result: RaceResult) -> Outcome:
-    """Try the techniques that the plan left undecided, and end the trials."""
-    techniques = techniques_to_try(session, plan)
-    if not techniques:
-        return conclude(session, baseline, result)
-    session.repeated, session.retried = None, frozenset(plan.undecided)
-    for technique in techniques:
-        with session.stage(f"trying {technique.title}"):
-            session.tuner.decide(technique)
-    return confirm(session, baseline)
 
 
 def _apply(session: Session, plan: Plan) -> None:
@@ -522,12 +527,12 @@ def keep(session: Session, technique: Measured, value: Any) -> None:
     bench.keep(Decision(replace(row, chosen=candidate.label), ground, candidate.value, candidate))
 
 
-def _race(bench: Bench) -> RaceResult:
+def _race(bench: Bench) -> Outcome:
     """Race the tuned loop against the original for a short time, within the budget."""
     own = bench.budget
     bench.budget = Budget(min(RACE_SECONDS, own.seconds), bench.ranks)
     try:
-        return race_once(bench, fewest=RACE_PAIRS)
+        return race_once(bench, fewest=FEWEST_PAIRS)
     finally:
         bench.budget = own
 

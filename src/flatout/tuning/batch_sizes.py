@@ -1,11 +1,11 @@
-"""Models of a step's time and memory by its number of samples, fitted to trial steps."""
+"""Search for the fastest batch size: models of time and memory, the next size to try, and trial steps with it."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,9 +17,14 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, resized, tensors_within
 from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory, state_bytes
 from flatout.core.machine import available_memory, local_ranks
+from flatout.data.loaders import length_of
 from flatout.distributed.process_group import group_size
-from flatout.techniques.batch_size import BatchCandidate, largest_batch
+from flatout.techniques.batch_size import BatchCandidate, largest_batch, size_of
+from flatout.training.batch_size_change import BatchSizeChange
+from flatout.training.learning_rate import ScaledSchedule
 from flatout.training.micro_batches import part_sizes
+from flatout.tuning.bench import Bench
+from flatout.tuning.request import BATCH_SIZE
 from flatout.tuning.stopwatch import seconds, step_memory
 
 if TYPE_CHECKING:
@@ -243,33 +248,27 @@ def find(
     return _SizeSearch(probe, start, smallest, largest, limit, resident, most_probes).run()
 
 
+@dataclass(eq=False)
 class _SizeSearch:
-    """One search: the probes so far, and the decisions that follow from them."""
+    """One search, with the arguments of ``find``: the probes so far, and the decisions that follow from them."""
 
-    def __init__(
-        self,
-        probe: Callable[[int], Probe | None],
-        start: int,
-        smallest: int,
-        largest: int,
-        limit: float | None,
-        resident: int,
-        most_probes: int,
-    ) -> None:
-        self._probe = probe
-        self._start = start
-        self._lowest = min(largest, smallest if smallest < 8 else _eights(smallest, up=True))
-        self._largest = largest
-        self._limit = limit
-        self._resident = resident
-        self._left = most_probes
+    probe: Callable[[int], Probe | None]
+    start: int
+    smallest: int
+    largest: int
+    limit: float | None
+    resident: int
+    left: int
+
+    def __post_init__(self) -> None:
+        self._lowest = min(self.largest, self.smallest if self.smallest < 8 else _eights(self.smallest, up=True))
         self._taken: list[Probe] = []
         self._fitting: list[Probe] = []  # the smallest first
         self._failed: dict[int, int | None] = {}  # sizes and their bytes, if known
 
     def run(self) -> Found:
         """Take the probes and choose a size."""
-        while self._left and (samples := self._next()) is not None and samples not in self._failed:
+        while self.left and (samples := self._next()) is not None and samples not in self._failed:
             self._try(samples)
         chosen = self._choice()
         return Found(
@@ -283,49 +282,49 @@ class _SizeSearch:
     def _next(self) -> int | None:
         if self._fitting:
             return self._faster()
-        return self._smaller() if self._failed else self._start
+        return self._smaller() if self._failed else self.start
 
     def _try(self, samples: int) -> None:
-        self._left -= 1
-        probe = self._probe(samples)
+        self.left -= 1
+        probe = self.probe(samples)
         if probe is None:
             self._failed[samples] = None
             return
         self._taken.append(probe)
-        if self._limit is not None and probe.bytes is not None and probe.bytes > self._limit:
+        if self.limit is not None and probe.bytes is not None and probe.bytes > self.limit:
             self._failed[samples] = probe.bytes
         else:
             self._fitting = sorted([*self._fitting, probe], key=lambda probe: probe.samples)
 
     def _size(self, wanted: float, *, up: bool = False) -> int:
         """Return the nearest size allowed that is not above ``wanted``, or not below ``wanted`` if ``up``."""
-        if wanted >= self._largest:
-            return self._largest
+        if wanted >= self.largest:
+            return self.largest
         size = math.ceil(wanted) if up else math.floor(wanted)
-        return min(max(size if size < 8 else _eights(size, up=up), self._lowest), self._largest)
+        return min(max(size if size < 8 else _eights(size, up=up), self._lowest), self.largest)
 
     # -- memory ------------------------------------------------------------------------------------------------
 
     def _smaller(self) -> int | None:
         """Return a size that is expected to fit, before any size has fitted."""
-        failed, limit = min(self._failed), self._limit
+        failed, limit = min(self._failed), self.limit
         taken = self._failed[failed]
-        if self._left == 1:
+        if self.left == 1:
             size = self._lowest
-        elif taken is not None and limit is not None and taken > self._resident:
-            size = self._size(_SPARE * failed * (limit - self._resident) / (taken - self._resident))
+        elif taken is not None and limit is not None and taken > self.resident:
+            size = self._size(_SPARE * failed * (limit - self.resident) / (taken - self.resident))
         else:
             size = self._size(failed / _FURTHEST ** len(self._failed))
         return size if size < failed else None
 
     def _most(self) -> int:
         """Return the largest size that is expected to fit."""
-        top, limit, failed = self._fitting[-1].samples, self._limit, min(self._failed, default=None)
+        top, limit, failed = self._fitting[-1].samples, self.limit, min(self._failed, default=None)
         counted = [(probe.samples, probe.bytes) for probe in self._fitting if probe.bytes is not None]
         if limit is None or not counted:
-            return self._largest if failed is None else top
-        expected = memory_estimate([(0, self._resident), *counted], steep=failed is not None)
-        sizes = range(top + 1, self._largest + 1)
+            return self.largest if failed is None else top
+        expected = memory_estimate([(0, self.resident), *counted], steep=failed is not None)
+        sizes = range(top + 1, self.largest + 1)
         if failed is not None:
             taken = self._failed[failed]
             if taken is not None:
@@ -400,7 +399,7 @@ class _SizeSearch:
     @property
     def _up(self) -> int:
         """Largest ratio to the next larger size: cautious if memory is unknown."""
-        return 2 if self._limit is None or self._fitting[-1].bytes is None else _FURTHEST
+        return 2 if self.limit is None or self._fitting[-1].bytes is None else _FURTHEST
 
     @property
     def _best(self) -> float:
@@ -423,7 +422,7 @@ class _SizeSearch:
             curve = RateCurve.through(self._fitting)
             lines = zip(self._fitting, curve.lines, strict=True)
             fastest = _best_of({p.samples: line.rate(p.samples) for p, line in lines if p.samples in fastest})
-        return min(fastest, key=lambda samples: abs(math.log(samples / self._start)), default=None)
+        return min(fastest, key=lambda samples: abs(math.log(samples / self.start)), default=None)
 
     def _reason(self, chosen: int | None) -> str:
         failed = ", ".join(f"{samples:,}" for samples in sorted(self._failed))
@@ -439,7 +438,7 @@ class _SizeSearch:
         rates = self._rates()
         if any(rate < (1 - WITHIN) * rates[chosen] for samples, rate in rates.items() if samples > chosen):
             return "more are slower"
-        if chosen == self._largest:
+        if chosen == self.largest:
             return "more are not allowed"
         if self._size(self._most()) <= chosen:
             return "memory holds no more"
@@ -632,3 +631,27 @@ def parts_that_fit(job: Job) -> BatchCandidate | None:
     if samples is None:
         raise torch.OutOfMemoryError(f"{too_large}, nor does a single sample")
     return BatchCandidate(job, micro_batch=max(part_sizes(largest, samples)))
+
+
+def scaled_schedule(bench: Bench, scheduler: Any, *, own_size: int, own_loader: Iterable[Any]) -> ScaledSchedule | None:
+    """Return the schedule of learning rates for another batch size; None if the size is the user's own.
+
+    Args:
+        bench: the training, whose ledger records the changes.
+        scheduler: the user's scheduler; None without one.
+        own_size: samples per batch of the user's loader.
+        own_loader: the user's loader.
+    """
+    job = bench.job
+    optimizer, accumulate, size = job.spec.optimizer, job.spec.accumulate, size_of(job)
+    if optimizer is None or size == own_size:
+        return None
+    change = BatchSizeChange(
+        rule=job.spec.lr_rule,
+        samples=(own_size * accumulate, size * accumulate),
+        updates=(math.ceil(length_of(own_loader) / accumulate), math.ceil(length_of(job.data.loader) / accumulate)),
+        training=math.ceil(job.data.expected_steps / accumulate),
+    )
+    row = bench.ledger.row(BATCH_SIZE.name)
+    bench.ledger.amend(replace(row, why="; ".join([row.why, *change.told(optimizer)])))
+    return change.schedule(optimizer, scheduler)

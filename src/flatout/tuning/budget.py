@@ -7,6 +7,7 @@ import time
 
 from flatout.core import formatting
 from flatout.distributed.agreement import ALONE, Agreement
+from flatout.tuning.statistics import FEWEST_PAIRS
 
 RACE_SHARE, MOST_FOR_RACE = 0.15, 0.4
 """Limits of the share of the budget that trials leave for the race of the tuned loop against the original."""
@@ -83,11 +84,11 @@ MOST_SECONDS = 60.0
 SHARE = 0.1
 """Share of the training's duration that measurements may take."""
 
-COMPARED_UPDATES = 20
-"""Updates of one comparison: seven for pace and noise, seven for a candidate, and three pairs of the race."""
+COMPARED_UPDATES = 2 * (2 * FEWEST_PAIRS + 1) + 2 * FEWEST_PAIRS
+"""Updates of one comparison: pairs of the noise floor with the pace, those of a candidate, and those of the race."""
 
-SHORTEST_BLOCK = 0.02
-"""Duration in seconds of a timed block with shorter updates."""
+BLOCK_SECONDS = 0.02
+"""Duration in seconds of a block with one candidate, if updates are shorter."""
 
 
 def affordable(batch_seconds: float, expected_steps: int, per_update: float = 1) -> float:
@@ -106,7 +107,7 @@ def affordable(batch_seconds: float, expected_steps: int, per_update: float = 1)
 
 def fewest_steps(batch_seconds: float, per_update: float = 1) -> int | None:
     """Return the smallest ``expected_steps`` that pays for one comparison; None if ``MOST_SECONDS`` are too short."""
-    comparison = COMPARED_UPDATES * max(SHORTEST_BLOCK, per_update * batch_seconds)
+    comparison = COMPARED_UPDATES * max(BLOCK_SECONDS, per_update * batch_seconds)
     return None if comparison > MOST_SECONDS else math.ceil(comparison / (SHARE * batch_seconds))
 
 
@@ -127,3 +128,45 @@ def why_nothing(batch_seconds: float, expected_steps: int, per_update: float = 1
         f"nothing was measured: {formatting.share(SHARE)} of {expected_steps:,} expected steps do not pay for one "
         f"comparison. Pass expected_steps={fewest} or more if the training is longer, or budget= in seconds"
     )
+
+
+FIRST_SECONDS = 1.0
+"""Seconds that tuning may take from the start."""
+
+
+class Allowance:
+    """Time for tuning, which is ``FIRST_SECONDS`` and a share of the time that the script has trained so far.
+
+    A trial that has begun may exceed the allowance. The script then trains longer before the next trial.
+
+    Args:
+        budget: limit in seconds of all tuning.
+
+    Attributes:
+        budget: the argument.
+        spent: seconds of tuning so far.
+    """
+
+    def __init__(self, budget: float = math.inf) -> None:
+        self.budget = budget
+        self._begun = time.perf_counter()
+        self.spent = 0.0
+
+    @property
+    def trained(self) -> float:
+        """Seconds since the beginning, without tuning."""
+        return time.perf_counter() - self._begun - self.spent
+
+    @property
+    def left(self) -> float:
+        """Seconds that tuning may take now, or a negative number if tuning has exceeded the allowance."""
+        return min(FIRST_SECONDS + SHARE * self.trained, self.budget) - self.spent
+
+    def due(self, seconds: float) -> float:
+        """Return the ``time.perf_counter()`` at which ``left`` reaches ``seconds`` without tuning until then.
+
+        The result is infinity if ``left`` never does.
+        """
+        if seconds == math.inf or self.spent + seconds > self.budget:
+            return math.inf
+        return self._begun + self.spent + (seconds + self.spent - FIRST_SECONDS) / SHARE

@@ -11,8 +11,9 @@ from flatout.mfu import MfuCounter
 from flatout.training.device_verdict import tensor_watch
 from flatout.training.parallel_stepper import ParallelStepper
 from flatout.training.step_flops import peak_of
-from flatout.tuning.bench import Bench
-from flatout.tuning.stopwatch import ALONE_SECONDS, LoaderTimer, synchronize, timed_block, workers_and_queue
+from flatout.tuning.bench import SHARE, Bench
+from flatout.tuning.statistics import FEWEST_PAIRS
+from flatout.tuning.stopwatch import ALONE_SECONDS, synchronize, timed_block, workers_and_queue
 
 PHASE_UPDATES = 8
 PHASE_SECONDS = 0.25
@@ -42,9 +43,9 @@ def costs_of(bench: Bench) -> dict[str, Any]:
     elif bench.rewindable:
         bench.rewind()
         # A loader that fails here also fails in training, or has failed in its trial. Only its rate stays unknown.
-        with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception), job.spec.ranks.attempt():
-            if _affords(bench, track.fewest_alone * pace.total_ms):
-                told["loader_per_second"] = track.alone()
+        with closing(bench.watch()) as watch, suppress(Exception), job.spec.ranks.attempt():
+            if _affords(bench, watch.fewest_alone * pace.total_ms):
+                told["loader_per_second"] = watch.alone()
         bench.rewind()
     return told
 
@@ -81,13 +82,7 @@ def _phases(bench: Bench) -> Mapping[str, float]:
     return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
 
 
-PAIRS = 3
-"""Number of pairs of a block of all ranks, and a block without averaged gradients or of one rank alone."""
-
-SHARE = 0.05
-"""Largest share of the budget for each measurement of a cost."""
-
-UPDATES = 4 * PAIRS
+UPDATES = 4 * FEWEST_PAIRS
 """Fewest updates of the measurement: each block follows an untimed update."""
 
 
@@ -100,11 +95,11 @@ def exposed_ms(bench: Bench) -> float | None:
     stepper = bench.job.stepper
     if not isinstance(stepper, ParallelStepper) or stepper.sync is None or not stepper.averages_in_backward:
         return None
-    if bench.exposed_ms is None and 2 * PAIRS * bench.block_seconds <= SHARE * bench.budget.seconds:
+    if bench.exposed_ms is None and 2 * FEWEST_PAIRS * bench.block_seconds <= SHARE * bench.budget.seconds:
         block = bench.blocks()
         averaged, plain = [], []
         bench.rewind()
-        for i in range(PAIRS):
+        for i in range(FEWEST_PAIRS):
             averaged.append(block(i).time("wall"))
             with stepper.sync.alone():
                 plain.append(block(i).time("wall"))
@@ -122,7 +117,7 @@ def rank_costs(bench: Bench) -> dict[str, Any]:
     bench.rewind()
     block(0)
     stepper.times.clear()
-    pairs = [(block(i).mean, _alone(bench, stepper, i)) for i in range(PAIRS)]
+    pairs = [(block(i).mean, _alone(bench, stepper, i)) for i in range(FEWEST_PAIRS)]
     paces = stepper.times.paces
     bench.rewind()
     return {"ranks": paces, "scaling": median(alone / together for together, alone in pairs)}

@@ -1,4 +1,4 @@
-"""Equivalence of a candidate and the baseline: outputs, gradients and losses of a short run."""
+"""Numerics of a candidate against the baseline's: outputs, gradients and losses of a short run."""
 
 from __future__ import annotations
 

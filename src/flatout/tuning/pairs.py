@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
-from flatout.tuning.acceptance import DROP_BELOW, KEEP_ABOVE, NO_SLOWER
-from flatout.tuning.statistics import UNKNOWN_NOISE, GainSequence, NoiseFloor
-from flatout.tuning.stopwatch import Block
+from flatout.tuning.acceptance import Acceptance, Verdict
+from flatout.tuning.statistics import FEWEST_PAIRS, UNKNOWN_NOISE, GainSequence, NoiseFloor
+from flatout.tuning.stopwatch import Block, Measure
 
 MUCH_QUIETER = 0.8
 """Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""
@@ -57,7 +56,7 @@ class Noise:
             one_thread: True for a training on the CPU with one intra-op thread.
         """
         blocks = [block for pair in pairs for block in pair]
-        running = sum(block.waits == 0 and block.cpu > 0 for block in blocks)
+        running = sum(block.sleeps == 0 and block.cpu > 0 for block in blocks)
         counts = one_thread and 2 * running >= len(blocks) and all(block.cpu > 0 for block in blocks)
         statistics: tuple[Statistic, ...] = ("wall", "cpu") if counts else ("wall",)
         floors = {each: NoiseFloor.of([difference(pair, each) for pair in pairs]) for each in statistics}
@@ -80,22 +79,11 @@ class Noise:
         return "cpu" if self.floors["cpu"].scale < MUCH_QUIETER * self.floors["wall"].scale else "wall"
 
 
-FEWEST_UNDECIDED = 3
-"""Number of pairs from which a trial may end undecided at its soft deadline.
-
-In moderate noise, three pairs show a gain of a factor of two.
-"""
-
 MOST_PAIRS = 200
 """Number of pairs after which a trial ends undecided."""
 
 _seeds = itertools.count()
 """Seeds of the random orders."""
-
-Verdict = Literal["faster", "not faster", "undecided"]
-
-Measure = Callable[[int], Block]
-"""Function that measures block ``i`` with one configuration."""
 
 
 def measure_pairs(
@@ -142,11 +130,12 @@ class PairedTrial:
         has_other_merits: bool = False,
         ranks: Agreement = ALONE,
     ) -> None:
-        self._keep_above, self._drop_below = (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
         self.statistic: Statistic = noise.statistic(keeps_cpu_time=keeps_cpu_time)
         self.pairs: list[Pair] = []
         self._ranks = ranks
-        self._sequence = GainSequence(noise.floors[self.statistic])
+        floor = noise.floors[self.statistic]
+        self._sequence = GainSequence(floor)
+        self._rule, self._has_other_merits = Acceptance(floor.scale), has_other_merits
 
     def add(self, pair: Pair) -> None:
         """Add neighboring blocks of the baseline and of the candidate."""
@@ -181,7 +170,7 @@ class PairedTrial:
             pair_seconds = (now - begun) / (len(self.pairs) - earlier)
             if self.verdict != "undecided" or (now > hard and len(self.pairs) >= fewest):
                 break
-            if now > soft and len(self.pairs) >= FEWEST_UNDECIDED and now + self._pairs_missing * pair_seconds > hard:
+            if now > soft and len(self.pairs) >= FEWEST_PAIRS and now + self._pairs_missing * pair_seconds > hard:
                 break
 
     @property
@@ -189,7 +178,8 @@ class PairedTrial:
         """Number of pairs until the verdict, if the next pairs are like those so far."""
         low, high = self._sequence.interval
         mean = self._sequence.mean
-        margin = max(mean - math.log(self._keep_above), math.log(self._drop_below) - mean)
+        keep_above, drop_below = self._rule.limits(has_other_merits=self._has_other_merits)
+        margin = max(mean - math.log(keep_above), math.log(drop_below) - mean)
         return len(self.pairs) * (((high - low) / 2 / margin) ** 2 - 1)
 
     @property
@@ -200,11 +190,8 @@ class PairedTrial:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict of the pairs so far. "faster" means fast enough to keep, "not faster" means not worth more pairs."""
-        gain = self.gain
-        if gain.low > self._keep_above:
-            return "faster"
-        return "not faster" if gain.high < self._drop_below else "undecided"
+        """Verdict of the pairs so far."""
+        return self._rule.verdict(self.gain, has_other_merits=self._has_other_merits)
 
     def record(self, label: str, steps: int) -> Trial:
         """Return the record of at least one pair for the report.

@@ -1,4 +1,9 @@
-"""Cached plans: the key, which is everything that changes decisions, and one JSON file for each key."""
+"""Cached plans: the key, which is everything that changes decisions, and one JSON file for each key.
+
+Many processes may use the files at once: a file is replaced as a whole. The folder and its files must belong to this
+user, and only this user may write to the folder. All other files are ignored silently, because an unusable cache must
+not stop a training. ``Plan.load`` reads the files, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Progress of tuning: a live line for people, named ranges for profilers, and a log record for each technique."""
+"""Progress of tuning: a live line for people, named ranges for profilers, and a log record for each technique.
+
+Only a call draws the line, because the threads that redraw rich's live displays would disturb timed steps. rich also
+holds back unfinished lines of other output, and requires ipywidgets in a notebook.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -43,7 +47,7 @@ class Progress:
         budget: the budget to show, or None until tuning has chosen one.
     """
 
-    def __init__(self, line: LiveLine | None = None) -> None:
+    def __init__(self, line: NotebookLine | TerminalLine | LogLines | None = None) -> None:
         self.budget: Budget | None = None
         self._line = line
         self._stage = ""
@@ -168,20 +172,7 @@ _ERASE = "\r\x1b[2K"
 """Control sequence: carriage return, and "erase in line" of ECMA-48."""
 
 
-class LiveLine(Protocol):
-    """Line of text that is replaced in place."""
-
-    def show(self, text: str) -> None:
-        """Replace the line by ``text``."""
-
-    def hide(self) -> None:
-        """Remove the line until the next ``show``, if other output would share the line."""
-
-    def close(self, last: str) -> None:
-        """Remove the line permanently. A line that cannot be removed is replaced by ``last``."""
-
-
-def live_line() -> LiveLine | None:
+def live_line() -> NotebookLine | TerminalLine | LogLines | None:
     """Return a line below the cell of a notebook or at the terminal of standard error; None without either.
 
     ``FLATOUT_PROGRESS=0`` shows no line. ``FLATOUT_PROGRESS=1`` shows lines of a log where no line can be replaced.

@@ -1,10 +1,16 @@
-"""Time-uniform confidence sequence of a gain, from paired blocks and the noise floor.
+"""Intervals of gains: a sequence that is valid at any number of pairs, one for a fixed number, and a regression.
 
-The interval holds the true gain at all numbers of pairs together. So a trial may look at the interval after every pair,
-and stop at any pair. The sequence is the Gaussian mixture t sequence of Wang and Ramdas, "Anytime-valid t-tests and
-confidence sequences for Gaussian means with unknown variance" (2025), after Lai (1976). Pairs of the baseline with
-itself, whose mean is known to be 0, extend the sequence. Such pairs give a scale before the first pair of a trial, so
-that two or three pairs decide large gains.
+*Sequence.* The interval holds the true gain at all numbers of pairs together. So a trial may look at the interval after
+every pair, and stop at any pair. The sequence is the Gaussian mixture t sequence of Wang and Ramdas, "Anytime-valid
+t-tests and confidence sequences for Gaussian means with unknown variance" (2025), after Lai (1976). Pairs of the
+baseline with itself, whose mean is known to be 0, extend the sequence. Such pairs give a scale before the first pair of
+a trial, so that two or three pairs decide large gains.
+
+*Regression.* Blocks with random combinations of factors decide many factors together. A pair of neighboring blocks runs
+a random combination of the open factors and then its complement. The log ratio of the two times is regressed on the
+differences of the factors, without an intercept. Every pair therefore informs about one factor of every open group, and
+slow drift cancels within a pair. Interactions of two factors cancel, too. Each estimate is the effect of a factor,
+averaged over the other factors (fold-over; Box, Hunter and Hunter, "Statistics for Experimenters", 2005).
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import numpy as np
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.estimates import t_quantile
 from flatout.report.model import Gain
-from flatout.tuning.acceptance import DROP_BELOW, KEEP_ABOVE
+from flatout.tuning.acceptance import Acceptance
 
 LEVEL = 0.05
 """Probability that the interval misses the true gain at any number of pairs."""
@@ -35,6 +41,12 @@ slower candidates and finds fewer gains of 5 %.
 
 FEWEST_FOR_INTERVAL = 2
 """Fewest pairs that have an interval. A stall in a single pair is not Gaussian."""
+
+FEWEST_PAIRS = 3
+"""Fewest pairs of a comparison, and of the baseline with itself. In moderate noise, they show a gain of a factor of 2.
+
+With fewer pairs of the baseline with itself, three pairs of a trial decide no large gain.
+"""
 
 LEAST_SCALE = 0.002
 """Smallest standard deviation of a pair, in log time, even if a few pairs show less."""
@@ -182,6 +194,10 @@ class Estimate(NamedTuple):
         """Return the upper bound. See ``low``."""
         return self.mean + self._half(deviations)
 
+    def gain(self, deviations: float) -> Gain:
+        """Return the gain with its interval. See ``low``."""
+        return Gain(math.exp(self.mean), math.exp(self.low(deviations)), math.exp(self.high(deviations)))
+
     def _half(self, deviations: float) -> float:
         """Return half the width of the interval, with Wallace's approximation (1959) of the quantile of Student's t."""
         n = self.freedom
@@ -196,6 +212,7 @@ class Factorial(Generic[Factor]):
         groups: alternatives of each technique, of which a combination has at most one.
         floor: noise of the baseline against itself.
         seed: seed of the combinations.
+        rule: decides about gains. The default is the rule for this noise.
         ranks: the ranks that decide together. The estimates of rank 0 count, because processors may round differently.
 
     Attributes:
@@ -204,8 +221,15 @@ class Factorial(Generic[Factor]):
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Factor]], floor: NoiseFloor, seed: int = 0, ranks: Agreement = ALONE
+        self,
+        groups: Sequence[Sequence[Factor]],
+        floor: NoiseFloor,
+        seed: int = 0,
+        *,
+        rule: Acceptance | None = None,
+        ranks: Agreement = ALONE,
     ) -> None:
+        self._rule = rule or Acceptance(floor.scale)
         self.kept: list[Factor] = []
         self.open = [list(group) for group in groups]
         self._columns = {factor: i for i, factor in enumerate(factor for group in groups for factor in group)}
@@ -277,11 +301,12 @@ class Factorial(Generic[Factor]):
             last: True to keep the best factor of a group although another may be as good.
         """
         estimates, still_open = self.estimates(), []
+        verdicts = {factor: self._rule.verdict(each.gain(deviations)) for factor, each in estimates.items()}
         for group in self.open:
             best = max(group, key=lambda factor: estimates[factor].mean)
             rivals = [s for s in group if s != best and estimates[s].high(deviations) > estimates[best].low(deviations)]
-            if estimates[best].low(deviations) > math.log(KEEP_ABOVE) and (last or not rivals):
+            if verdicts[best] == "faster" and (last or not rivals):
                 self.kept.append(best)
             else:
-                still_open.append([s for s in group if estimates[s].high(deviations) > math.log(DROP_BELOW)])
+                still_open.append([factor for factor in group if verdicts[factor] != "not faster"])
         self.open = [group for group in still_open if group]
