@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.distributed.agreement import Agreement
 from flatout.mfu import TensorCores
@@ -111,11 +110,6 @@ class Bench:
     def ranks(self) -> Agreement:
         """Agreement with the other ranks, which run the same trials."""
         return self.job.spec.ranks
-
-    @property
-    def batch_samples(self) -> int:
-        """Number of samples of all ranks in the first batch."""
-        return int(self.ranks.total(batch_size_of(self.job.data.batches[0])))
 
     def rewind(self, *, to_train: bool = True) -> None:
         """Restore the training state, with exactly the kept candidates on.
@@ -431,11 +425,10 @@ class Bench:
         trial.run(old, new, *self.budget.deadlines(TRIAL_SECONDS))
         return trial
 
-    @contextmanager
     def loops(
         self, old: Stopwatch, new: Stopwatch, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
-    ) -> Iterator[tuple[Measure, Measure]]:
-        """Yield two functions that measure a stretch of training, from the old and from the new loader.
+    ) -> AbstractContextManager[tuple[Measure, Measure]]:
+        """Return two functions that measure a block of training, from the old and from the new loader.
 
         Args:
             old: the baseline.
@@ -446,7 +439,7 @@ class Bench:
         queue = max(old.queue, new.queue)
         steps = self.stretch_steps(queue)
         expected = max(1.0, scale) * steps * self.pace.total_ms / 1e3
-        with in_turns(
+        return in_turns(
             old,
             new,
             self.progress,
@@ -456,8 +449,7 @@ class Bench:
             busy=self._busy,
             on_for_new=on_for_new,
             scale=scale,
-        ) as measures:
-            yield measures
+        )
 
 
 @contextmanager

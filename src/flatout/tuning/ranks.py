@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from flatout.distributed import process_group
 from flatout.distributed.agreement import ALONE, Agreement, GroupAgreement, RankFailure
 from flatout.distributed.process_group import group_size
 from flatout.plan import CACHED
-from flatout.techniques import Candidate, NotApplicable
+from flatout.techniques import Candidate, LoaderCandidate, NotApplicable
 from flatout.tuning.request import Choices, Request
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
@@ -41,6 +41,8 @@ def is_first_rank() -> bool:
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
+
+CandidateT = TypeVar("CandidateT", Candidate, LoaderCandidate)
 
 PARALLEL = ("auto", "ddp", "none")
 """Values of the argument ``parallel``."""
@@ -161,13 +163,6 @@ def _is_wrapped(root: nn.Module) -> bool:
     return any(kind.__module__.startswith(_WRAPPERS) for kind in kinds) or any(map(is_distributed, root.parameters()))
 
 
-class _Labeled(Protocol):
-    label: str
-
-
-Labeled = TypeVar("Labeled", bound=_Labeled)
-
-
 @contextmanager
 def applies_on_all(ranks: Agreement) -> Iterator[None]:
     """Run a block that fails if a technique does not apply, and let it fail on all ranks together.
@@ -216,7 +211,7 @@ def check_same(ranks: Agreement, request: Request, choices: Choices) -> None:
             raise ValueError(f"{name} must be the same on all ranks, got {shown}. Or pass parallel='none'")
 
 
-def same_candidates(ranks: Agreement, find: Callable[[], Sequence[Labeled]]) -> Sequence[Labeled]:
+def same_candidates(ranks: Agreement, find: Callable[[], Sequence[CandidateT]]) -> Sequence[CandidateT]:
     """Return the candidates that ``find`` returns on every rank.
 
     Raises:

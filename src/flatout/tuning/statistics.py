@@ -52,14 +52,8 @@ LEAST_SCALE = 0.002
 """Smallest standard deviation of a pair, in log time, even if a few pairs show less."""
 
 
-class Interval(NamedTuple):
-    """Interval of a log ratio."""
-
-    low: float
-    high: float
-
-
-NOTHING_KNOWN = Interval(-math.inf, math.inf)
+NOTHING_KNOWN = -math.inf, math.inf
+"""Interval of a log ratio without evidence."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ class GainSequence:
         return max(math.sqrt(variance), LEAST_SCALE)
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> tuple[float, float]:
         """Interval of the log ratio; infinite while there are too few pairs."""
         n = self._count
         freedom = self._floor.pairs + n - 1
@@ -128,7 +122,7 @@ class GainSequence:
         if shrink * bound >= 1:
             return NOTHING_KNOWN
         half = self.scale * math.sqrt(freedom * (bound - 1) / ((1 - shrink * bound) * n))
-        return Interval(self.mean - half, self.mean + half)
+        return self.mean - half, self.mean + half
 
 
 MUCH_NOISIER = 1.5
