@@ -146,9 +146,9 @@ def optimize(
     """
     request = Request(**{**locals(), "budget": budget_of(budget)})
     choices = validate(request)
-    part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
-    with OwnError(), part.ranks.attempt("flatout.optimize"):
-        session = Session(request, choices, part)
+    ranks, device = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
+    with OwnError(), ranks.attempt("flatout.optimize"):
+        session = Session(request, choices, ranks, device)
         while True:
             try:
                 return _tuned(session)

@@ -101,7 +101,7 @@ class Agenda:
         self.begin(plan)
         self.answer()
         for technique in self.open:
-            if technique not in self._tried:
+            if not self._tried.get(technique):
                 session.tuner.decide(technique)  # its row gives the reason why it is not tried
         if self.result is None or self._raced != ledger.won:
             with session.stage("racing the tuned loop against the original"):
@@ -165,7 +165,7 @@ class Agenda:
         """
         session, worth = self.session, self._worth()
         for technique in self.open:
-            if technique not in worth:
+            if technique not in worth and not self._tried.get(technique):
                 session.tuner.decide(technique)
         if not worth:
             return math.inf
@@ -207,12 +207,15 @@ class Agenda:
         return question
 
     def _worth(self) -> list[Measured]:
-        """Return the open techniques that a trial with enough time may decide."""
+        """Return the open techniques that a trial with enough time may decide.
+
+        A technique that was tried for ``TRIAL_SECONDS`` is tried again only if it looks faster.
+        """
         session = self.session
         if not session.measures:
             return []
         least = session.bench.acceptance.least_saving * session.bench.pace.total_ms
-        worth = [t for t in self.open if t not in self._tried or self._promise(t) >= least]
+        worth = [t for t in self.open if self._tried.get(t, 0.0) < TRIAL_SECONDS or self._promise(t) >= least]
         return [technique for technique in worth if session.tuner.may_try(technique)]
 
     def _factors(self, techniques: Iterable[Measured]) -> list[StepTechnique]:

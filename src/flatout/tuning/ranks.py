@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -48,25 +47,13 @@ PARALLEL = ("auto", "ddp", "none")
 """Values of the argument ``parallel``."""
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """Part of this process in a training on several devices.
+def parallel_of(
+    parallel: str, modules: Sequence[nn.Module], *, trains: bool = True
+) -> tuple[Agreement, torch.device | None]:
+    """Return the agreement with the ranks that train the same model, and the device of this rank.
 
-    Attributes:
-        ranks: agreement with the ranks that train the same model. With several, the model becomes data-parallel.
-        device: device of this rank; None if the user or the launcher chooses the device.
-    """
-
-    ranks: Agreement = ALONE
-    device: torch.device | None = None
-
-
-TRAINS_ALONE = Parallel()
-"""Part of a process that trains a model on its own."""
-
-
-def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = True) -> Parallel:
-    """Return the part of this process in the training. Under ``torchrun``, make the process group if there is none.
+    With several ranks, the model becomes data-parallel. The device is None if user or launcher choose it. Under
+    ``torchrun``, a process group is made if there is none.
 
     Args:
         parallel: argument of ``optimize``.
@@ -86,23 +73,23 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = T
     if parallel == "ddp" and not trains:
         raise ValueError("parallel='ddp' requires a training, got a model in eval mode without an optimizer")
     if parallel == "none" or not trains:
-        return TRAINS_ALONE
+        return ALONE, None
     if not has_group and not process_group.is_launched():
         if parallel == "ddp":
             raise ValueError(
                 "parallel='ddp' requires one process per device, got a single process. "
                 "Start the script with: torchrun --nproc-per-node=gpu train.py"
             )
-        return TRAINS_ALONE
+        return ALONE, None
     device = None
     if not has_group or process_group.is_joined():
         device = process_group.local_device()
         process_group.join(device)
     elif parallel != "ddp":
-        return TRAINS_ALONE
+        return ALONE, None
     if group_size() < 2 or comes_wrapped:
-        return Parallel(device=device)
-    return Parallel(GroupAgreement(process_group.control_group()), device)
+        return ALONE, device
+    return GroupAgreement(process_group.control_group()), device
 
 
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
