@@ -26,7 +26,7 @@ from support.turns import Lane, fastest, ratio, take_turns
 
 from flatout.data import resized
 from flatout.training.job import Job
-from flatout.tuning.size_trials import SizeTrials
+from flatout.tuning.batch_sizes import SizeTrials
 
 SMALLEST = 8
 LARGEST = scaled(4096, 512)

@@ -45,7 +45,7 @@ from support.training_jobs import Job, byte_gpt, digits_cnn, resnet, tabular
 from support.turns import LaneApart, closing, take_turns
 
 from flatout.report.model import Gain
-from flatout.tuning import race, search, trial_runner
+from flatout.tuning import agenda, race, trials
 from tests.noise.record import busy_processes
 
 COMMAND = "pytest benchmarks/busy_machine.py --full"
@@ -118,9 +118,9 @@ def tuned_loop(name: str, samples: int) -> tuple[Iterator[int], dict[str, Any]]:
     case = CASES[name]
     job = case.make(samples)
     with (
-        observed(trial_runner, "seconds") as setups,
+        observed(trials, "seconds") as setups,
         observed(race, "race_once") as races,
-        observed(search, "race") as last_stages,
+        observed(agenda, "race") as last_stages,
     ):
         run, steps = tuned(job, plan=None, expected_steps=max(1, case.expected_steps(job) // scaled(1, 10)))
     summary, plan = run.report.summary, run.plan

@@ -35,9 +35,10 @@ import pytest
 from support.scale import scaled
 
 from flatout.core.machine import usable_cores
-from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor, fixed_gain
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import KEEP_ABOVE, measure_pairs
+from flatout.tuning.acceptance import KEEP_ABOVE
+from flatout.tuning.pairs import measure_pairs
+from flatout.tuning.statistics import UNKNOWN_NOISE, NoiseFloor, fixed_gain
+from flatout.tuning.stopwatch import Block
 from tests.noise.combinations import Factors, decide
 from tests.noise.simulator import SCENARIOS, Machine
 from tests.noise.trials import Cell, Race, Result, races, trial

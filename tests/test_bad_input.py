@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import flatout
 from flatout.keywords import OTHER_NAMES as KEYWORDS
-from flatout.tuning.choices import choices_of, precision_of
+from flatout.tuning.request import choices_of, precision_of
 from tests.helpers import snapshot
 from tests.jobs import Net, make_data
 

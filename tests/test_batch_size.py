@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout import Plan
 from flatout.data import batch_size_of
-from flatout.tuning.step_memory import step_memory
+from flatout.tuning.stopwatch import step_memory
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import only

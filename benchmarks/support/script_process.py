@@ -23,11 +23,11 @@ from unittest import mock
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.autotune.allowance import Allowance
 from flatout.autotune.engine import Engine
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli import main
 from flatout.cli import run as command
+from flatout.tuning.budget import Allowance
 
 
 class _Over(Allowance):

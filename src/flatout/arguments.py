@@ -17,9 +17,8 @@ from flatout.argument_types import check_types
 from flatout.core.reproducible import check_seed
 from flatout.plan import Plan
 from flatout.training.learning_rate import LR_RULES
-from flatout.tuning.choices import BATCH_SIZE, Choices, choices_of, planned, precision_of
 from flatout.tuning.ranks import PARALLEL
-from flatout.tuning.request import Request
+from flatout.tuning.request import BATCH_SIZE, Choices, Request, choices_of, planned, precision_of
 
 BUDGET_VARIABLE = "FLATOUT_BUDGET"
 """Environment variable for the seconds to spend on measurements, if ``budget`` is not given."""

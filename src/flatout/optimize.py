@@ -23,12 +23,12 @@ from flatout.techniques import REGISTRY
 from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
 from flatout.training.spec import LossWeight
-from flatout.tuning.batch_size_stage import scaled_schedule
-from flatout.tuning.cached_plan import decide
-from flatout.tuning.plan_key import code_of, training_of
+from flatout.tuning.agenda import decide
+from flatout.tuning.batch_sizes import scaled_schedule
+from flatout.tuning.plan_cache import code_of, training_of
+from flatout.tuning.race import Outcome
 from flatout.tuning.ranks import parallel_of
 from flatout.tuning.request import Request
-from flatout.tuning.search import Outcome
 from flatout.tuning.session import Session
 
 
@@ -144,33 +144,11 @@ def optimize(
             changes of the loss. The loss then steps an optimizer that was not found, or writes to another module only
             after its first call. Nothing has changed except by such a late write.
     """
-    request = Request(
-        model=model,
-        loader=loader,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        loss_weight=loss_weight,
-        scheduler=scheduler,
-        device=device,
-        precision=precision,
-        batch_size=batch_size,
-        lr_rule=lr_rule,
-        memory_limit=memory_limit,
-        accumulate=accumulate,
-        max_grad_norm=max_grad_norm,
-        deterministic=deterministic,
-        seed=seed,
-        techniques=techniques,
-        expected_steps=expected_steps,
-        budget=budget_of(budget),
-        plan=plan,
-        parallel=parallel,
-    )
+    request = Request(**{**locals(), "budget": budget_of(budget)})
     choices = validate(request)
-    part = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
-    with OwnError(), part.ranks.attempt("flatout.optimize"):
-        session = Session(request, choices, part)
+    ranks, device = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
+    with OwnError(), ranks.attempt("flatout.optimize"):
+        session = Session(request, choices, ranks, device)
         while True:
             try:
                 return _tuned(session)

@@ -17,9 +17,9 @@ import torch
 
 from flatout.core.formatting import counted
 from flatout.report.model import Gain
-from flatout.tuning.sequence import GainSequence, NoiseFloor
-from flatout.tuning.timing import timed_block
-from flatout.tuning.trial import Measure, measure_pairs
+from flatout.tuning.pairs import Measure, measure_pairs
+from flatout.tuning.statistics import GainSequence, NoiseFloor
+from flatout.tuning.stopwatch import timed_block
 
 __all__ = ["PairedRace"]
 

@@ -18,7 +18,7 @@ from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.causes import Cause, boxes_of, causes_of
 from flatout.advise.observe import CallSite, LoaderSite, Observer
 from flatout.advise.session import Observations
-from flatout.autotune.recorded import RecordedCall
+from flatout.autotune.recorder import RecordedCall
 from flatout.autotune.script_report import ScriptReport
 from flatout.profile.profile_data import PHASES, Operator
 from flatout.report import Gain, Row, Status

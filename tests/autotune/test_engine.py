@@ -19,15 +19,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.autotune import module_tuning
-from flatout.autotune.allowance import FIRST_SECONDS, SHARE, Options
 from flatout.autotune.engine import Engine
+from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.optim.native_step import NativeStep
 from flatout.report.model import Gain, Row
 from flatout.techniques import Measured
-from flatout.tuning import race
+from flatout.tuning import agenda, budget, race
 from flatout.tuning.bench import Bench
-from flatout.tuning.race import RaceResult
+from flatout.tuning.budget import FIRST_SECONDS, SHARE
+from flatout.tuning.race import Outcome
 from flatout.tuning.tuner import Tuner
 from tests.autotune.scripts import (
     LEFT_ALONE,
@@ -104,16 +105,16 @@ def test_tuning_takes_its_share_of_the_time(clock: Clock) -> None:
         assert 0 < allowance.spent < FIRST_SECONDS + SHARE * allowance.trained
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.05, 3.0])
-def test_a_budget_limits_the_tuning(budget: float, clock: Clock) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 3.0])
+def test_a_budget_limits_the_tuning(seconds: float, clock: Clock) -> None:
     said: list[str] = []
-    with engine(said, budget=budget, techniques=only("fused_optimizer")) as running:
+    with engine(said, budget=seconds, techniques=only("fused_optimizer")) as running:
         trained = plain(400, slowed(clock))
         report = ScriptReport.of(running)
-    assert sum(tuning.spent for tuning in running.tunings) <= 1.5 * budget
-    assert report.tuning_seconds <= 1.5 * budget
-    assert bool(report.modules) is (budget > 0.05)
-    if budget == 0:
+    assert sum(tuning.spent for tuning in running.tunings) <= 1.5 * seconds
+    assert report.tuning_seconds <= 1.5 * seconds
+    assert bool(report.modules) is (seconds > 0.05)
+    if seconds == 0:
         assert running._recorder is None
         assert [reasons(text) for text in said] == [{"budget-spent"}]
         assert not any(isinstance(optimizer, NativeStep) for optimizer in trained.optimizers)
@@ -181,9 +182,11 @@ def test_the_first_trial_is_of_what_promises_most(clock: Clock, monkeypatch: pyt
         return row
 
     monkeypatch.setattr(Tuner, "decide", noted)
-    model, source = net(), DataLoader(TimedSamples(clock, 0.01), batch_size=8)
+    for module in (budget, module_tuning):
+        monkeypatch.setattr(module, "FIRST_SECONDS", 5.0)  # time for both
+    model, source = net(), DataLoader(TimedSamples(clock, 0.004), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    slowed(clock)(model)
+    slowed(clock, 0.001)(model)
     with engine(techniques=only("fused_optimizer", "in_memory")):
         for _ in range(200):
             for x, y in source:
@@ -194,20 +197,20 @@ def test_the_first_trial_is_of_what_promises_most(clock: Clock, monkeypatch: pyt
 
 
 def test_a_technique_that_the_race_reverts_is_tried_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, races = net(), list[RaceResult]()
+    model, races = net(), list[Outcome]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.register_forward_hook(lambda *_: clock.advance(0.005 if isinstance(optimizer, NativeStep) else 0.01))
     times_as_fast = iter([0.5])
 
-    def first_lost(bench: Bench) -> RaceResult:
+    def first_lost(bench: Bench) -> Outcome:
         with pytest.MonkeyPatch.context() as patch:
             if (ratio := next(times_as_fast, None)) is not None:
-                lost = RaceResult(bench.pace, bench.pace, Gain(ratio, ratio, ratio))
+                lost = Outcome(bench.pace, bench.pace, Gain(ratio, ratio, ratio))
                 patch.setattr(race, "race_once", lambda *_: lost)
             races.append(race.race(bench))
         return races[-1]
 
-    monkeypatch.setattr(module_tuning, "race", first_lost)
+    monkeypatch.setattr(agenda, "race", first_lost)
     with engine(techniques=only("fused_optimizer")) as running:
         train(model, optimizer, 2000)
         report = running.tunings[0].report
@@ -223,7 +226,7 @@ def test_a_module_that_fails_is_said_once_and_left_as_it_was(clock: Clock, monke
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a defect of flatout")
 
-    monkeypatch.setattr(module_tuning, "measured_baseline", fails)
+    monkeypatch.setattr(agenda.Agenda, "begin", fails)
     said: list[str] = []
     with engine(said) as running:
         found = plain(UPDATES, slowed(clock)).tensors()
@@ -243,7 +246,7 @@ def test_a_recording_that_fails_is_said_once_and_ends_the_tuning(
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("a defect of flatout")
 
-    monkeypatch.setattr(f"flatout.autotune.recorded.RecordedCall.{part}", fails)
+    monkeypatch.setattr(f"flatout.autotune.recorder.RecordedCall.{part}", fails)
     said: list[str] = []
     with engine(said):
         found = plain(UPDATES, slowed(clock)).tensors()
@@ -255,8 +258,8 @@ def test_an_interrupted_trial_is_undone(clock: Clock, monkeypatch: pytest.Monkey
     def interrupts(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module_tuning, "outcome_of", interrupts)
-    monkeypatch.setattr(module_tuning, "conclude", interrupts)
+    monkeypatch.setattr(agenda.Agenda, "outcome", interrupts)
+    monkeypatch.setattr(agenda.Agenda, "end", interrupts)
     model, before = net(), list[torch.Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     slowed(clock)(model)

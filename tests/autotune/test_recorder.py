@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from flatout.autotune import recorder
-from flatout.autotune.recorded import linearized_loss
-from flatout.autotune.recorder import RecordedUpdate, Recorder
+from flatout.autotune.recorder import RecordedUpdate, Recorder, linearized_loss
 
 
 def _fail(error: Exception) -> None:

@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import flatout
 from flatout.distributed.gradient_sync import GradientSync, ReducerOptions
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.timing import timed_block
+from flatout.tuning.stopwatch import Stopwatch, timed_block
 from tests.distributed.data_parallel_checks import (
     Net,
     assert_equal_on_all_ranks,
@@ -122,7 +121,7 @@ def exposed_communication_is_reported_and_saved(name: str, changed: str) -> None
 
 def timed_steps_have_their_full_speed() -> None:
     """No timed step includes the first step of a new DDP, which learns the order of the gradients."""
-    plain_block, plain_stretch, plain_run, found = timed_block, LoaderTimer.stretch, GradientSync.run, []
+    plain_block, plain_stretch, plain_run, found = timed_block, Stopwatch.block, GradientSync.run, []
     syncs: list[GradientSync] = []
 
     def run(self: GradientSync, *args: Any, **kwargs: Any) -> Any:
@@ -133,14 +132,14 @@ def timed_steps_have_their_full_speed() -> None:
         found.append(syncs[-1].steps_to_settle)
         return plain_block(*args)
 
-    def stretch(self: LoaderTimer, *args: Any) -> Any:
+    def stretch(self: Stopwatch, *args: Any) -> Any:
         found.append(self._job.stepper.steps_to_settle)
         return plain_stretch(self, *args)
 
     with (
         mock.patch.object(GradientSync, "run", run),
         mock.patch("flatout.tuning.bench.timed_block", block),
-        mock.patch.object(LoaderTimer, "stretch", stretch),
+        mock.patch.object(Stopwatch, "block", stretch),
     ):
         tuning = tuned(net(), lambda options: 0.01 if options.bucket_bytes else 0.05, ("gradient_buckets",))
     assert tuning.plan.decisions

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flatout.autotune.allowance import SHARE
 from flatout.autotune.module_tuning import FIRST_UPDATES
+from flatout.tuning.budget import SHARE
 from tests.frameworks import imported
 
 pytestmark = pytest.mark.slow

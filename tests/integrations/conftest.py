@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from flatout.autotune import allowance, module_tuning
-from flatout.autotune.allowance import Options
+from flatout.autotune import module_tuning
 from flatout.autotune.door import Auto
+from flatout.autotune.module_tuning import Options
 from flatout.integrations import framework_tuning
+from flatout.tuning import budget
 from tests.integrations.harness import replaced_functions
 
 
@@ -25,7 +26,7 @@ def restored_functions() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def long_first_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first turn come to trials also on a busy machine."""
-    for module in (allowance, module_tuning):
+    for module in (budget, module_tuning):
         monkeypatch.setattr(module, "FIRST_SECONDS", 5.0)
 
 

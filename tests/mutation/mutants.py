@@ -17,14 +17,13 @@ SOURCES = Path(__file__).parents[2] / "src" / "flatout"
 FILE = Path(__file__).with_name("mutants.jsonl")
 _STEPPER = ("stepper", "parallel_stepper", "objective", "job_state", "micro_batches", "recovery")
 _GRAPHS = ("capture_guards", "graph_recorder", "graphed_step")
-_TRIALS = ("block", "timing", "noise", "sequence", "trial", "factorial", "combination_*", "statistics", "race")
-_DECISIONS = (*_TRIALS, "acceptance", "default_budget", "cached_plan", "plan_key", "plan_store", "same_draws")
+_DECISIONS = ("stopwatch", "statistics", "pairs", "combinations", "race", "acceptance", "budget", "plan_cache")
 SUBJECTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "optim": (60, ("optim/*.py", "core/gradients.py")),
     "amp": (30, ("amp/*.py",)),
     "data": (80, ("data/*.py", "core/batches.py", "core/random_state.py")),
     "snapshot": (40, ("core/snapshot.py", "core/saved.py", "core/foreign.py", "training/checkpoint/*.py")),
-    "equivalence": (25, ("tuning/equivalence.py", "training/tolerance.py", "training/device_verdict.py")),
+    "equivalence": (25, ("tuning/numerics.py", "training/tolerance.py", "training/device_verdict.py")),
     "decisions": (17, tuple(f"tuning/{name}.py" for name in _DECISIONS)),
     "stepper": (48, tuple(f"training/{name}.py" for name in (*_STEPPER, *_GRAPHS))),
 }

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flatout.tuning.bench import LONG_UPDATE
-from flatout.tuning.factorial import Factorial
-from flatout.tuning.noise import Noise, difference
-from flatout.tuning.timing import Block
+from flatout.tuning.pairs import Noise, difference
+from flatout.tuning.statistics import Factorial
+from flatout.tuning.stopwatch import Block
 from tests.noise.simulator import Machine, Scenario
 from tests.noise.trials import noise_pairs, updates_per_block
 

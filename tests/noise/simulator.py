@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.tuning.timing import Block
+from flatout.tuning.stopwatch import Block
 
 SLICE = 0.003
 """Mean time slice of the scheduler, in seconds."""
@@ -137,7 +137,7 @@ class Machine:
         walls = (ctypes.c_double * updates)()
         self._block(self._memory, step, updates, warm_up, walls, self._totals)
         cpu, self.wall, self.cpu = self._totals
-        return Block(tuple(walls), cpu / updates, waits=0)
+        return Block(tuple(walls), cpu / updates, sleeps=0)
 
 
 def _doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:

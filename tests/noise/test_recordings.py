@@ -11,9 +11,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from flatout.tuning.noise import Noise, Pair, difference
-from flatout.tuning.timing import Block, Statistic
-from flatout.tuning.trial import PairedTrial
+from flatout.tuning.pairs import Noise, Pair, PairedTrial, difference
+from flatout.tuning.stopwatch import Block, Statistic
 from tests.noise.record import BUSY, STEPS
 from tests.noise.simulator import SCENARIOS, Machine, needs_compiler
 from tests.noise.trials import Cell

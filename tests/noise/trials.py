@@ -10,17 +10,15 @@ from itertools import islice
 
 from flatout.report.model import Statistic
 from flatout.tuning.bench import (
-    BLOCK_SECONDS,
-    FEWEST_NOISE_PAIRS,
     LONG_UPDATE,
     MOST_NOISE_PAIRS,
-    NOISE_SHARE,
+    SHARE,
     STRETCH_SECONDS,
 )
-from flatout.tuning.noise import Noise, Pair, difference
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import MOST_PAIRS, PairedTrial, measure_pairs
+from flatout.tuning.budget import BLOCK_SECONDS
+from flatout.tuning.pairs import MOST_PAIRS, Noise, Pair, PairedTrial, difference, measure_pairs
+from flatout.tuning.statistics import FEWEST_PAIRS, NoiseFloor
+from flatout.tuning.stopwatch import Block
 from tests.noise.simulator import Machine, Scenario
 
 BUDGET = 60.0
@@ -125,9 +123,9 @@ def noise_pairs(step: float, budget: float) -> int:
         budget: seconds for all trials.
     """
     if step > LONG_UPDATE:
-        return FEWEST_NOISE_PAIRS
+        return FEWEST_PAIRS
     pair_seconds = 2 * (updates_per_block(step) + 1) * step
-    return max(FEWEST_NOISE_PAIRS, int(min(MOST_NOISE_PAIRS, NOISE_SHARE * budget / pair_seconds)))
+    return max(FEWEST_PAIRS, int(min(MOST_NOISE_PAIRS, SHARE * budget / pair_seconds)))
 
 
 def noise_of(cell: Cell, machine: Machine) -> Noise:

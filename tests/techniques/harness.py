@@ -25,10 +25,8 @@ from flatout.training import step_flops
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.choices import Choices
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import Measure
+from flatout.tuning.request import Choices
+from flatout.tuning.stopwatch import Block, Measure, Stopwatch
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons
 from tests.techniques.recorder import Rerun
@@ -227,7 +225,7 @@ def given_timings(old: float, new: float, pace: Pace) -> Iterator[None]:
     def loops(*_: Any, **__: Any) -> Iterator[tuple[Measure, Measure]]:
         yield lambda i: Block((old,), old), lambda i: Block((new,), new)
 
-    with mock.patch.object(LoaderTimer, "pace", pace), mock.patch.object(Bench, "loops", loops):
+    with mock.patch.object(Stopwatch, "pace", pace), mock.patch.object(Bench, "loops", loops):
         yield
 
 

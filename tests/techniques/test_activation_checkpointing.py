@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import flatout
 from flatout.techniques.activation_checkpointing import ActivationCheckpointing
-from flatout.tuning.size_trials import SizeTrials
-from flatout.tuning.step_memory import step_memory
+from flatout.tuning.batch_sizes import SizeTrials
+from flatout.tuning.stopwatch import step_memory
 from tests.helpers import bits
 from tests.jobs import NO_TECHNIQUES, job_of
 from tests.reasons import reasons

@@ -26,9 +26,8 @@ def the_only_techniques(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for module in (
             "plan",
             "tuning.session",
-            "tuning.search",
             "tuning.race",
-            "tuning.cached_plan",
+            "tuning.agenda",
         ):
             monkeypatch.setattr(sys.modules[f"flatout.{module}"], "REGISTRY", techniques)
 

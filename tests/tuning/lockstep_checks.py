@@ -29,11 +29,11 @@ from flatout.distributed.agreement import GroupAgreement, RankFailure
 from flatout.distributed.process_group import control_group
 from flatout.techniques import REGISTRY, Candidate, Measured, NotApplicable
 from flatout.training.stepper import Stepper
-from flatout.tuning import rank_costs
-from flatout.tuning.combination_trials import CombinationTrials
-from flatout.tuning.equivalence import Difference
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.lockstep import same_candidates
+from flatout.tuning import costs
+from flatout.tuning.combinations import Combinations
+from flatout.tuning.numerics import Difference
+from flatout.tuning.ranks import same_candidates
+from flatout.tuning.stopwatch import Stopwatch
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import job_of
@@ -199,7 +199,7 @@ def running_on(machine: Machine, rank: int) -> Iterator[None]:
         mock.patch.multiple(time, **functions),
         mock.patch("os.getloadavg", return_value=(10.0 * rank, 0.0, 0.0)),
         mock.patch("os.sched_getaffinity", return_value=set(range(2 - rank % 2))),
-        mock.patch("flatout.tuning.trial._seeds", itertools.count(7 * rank)),
+        mock.patch("flatout.tuning.pairs._seeds", itertools.count(7 * rank)),
         mock.patch("flatout.mfu.peaks._SIZES", {"cpu": (64,)}),
         mock.patch("flatout.mfu.peaks._SWEEP_SECONDS", 0.0),
     ):
@@ -258,15 +258,15 @@ def failing(program: Program, rank: int) -> Iterator[list[str]]:
             elif program.place == "step":
                 patch(Stepper, "step", before)
             elif program.place == "verify":
-                patch(flatout.tuning.verification, "observe", before)
+                patch(flatout.tuning.numerics, "observe", before)
             elif program.place == "combination":
-                patch(CombinationTrials, "_measure", before)
+                patch(Combinations, "_measure", before)
             elif program.place == "numerics":  # all candidates compute wrong values on this rank
-                patch(flatout.tuning.verification, "compare", differing)
+                patch(flatout.tuning.numerics, "compare", differing)
             elif program.place == "restore":
                 patch(Snapshot, "restore", after)
             elif program.place == "loader":
-                patch(flatout.tuning.trial_runner, "LoaderTimer", before)
+                patch(flatout.tuning.trials, "Stopwatch", before)
             elif program.place == "batch":
                 patch(DataLoader, "__iter__", before)
         yield raised
@@ -309,7 +309,7 @@ def run_ends_alike(seed: int) -> None:
         end_after_a_hang()
         return functional.cross_entropy(output, target)
 
-    def alone(*args: Any, plain: Callable[..., float] = rank_costs._alone) -> float:
+    def alone(*args: Any, plain: Callable[..., float] = costs._alone) -> float:
         counted = len(computed)  # rank 0 takes these steps while the others rest
         seconds = plain(*args)
         del computed[counted:]
@@ -322,7 +322,7 @@ def run_ends_alike(seed: int) -> None:
     end_after_a_hang()
     with (
         running_on(machine, together.rank),
-        mock.patch.object(rank_costs, "_alone", alone),
+        mock.patch.object(costs, "_alone", alone),
         failing(program, together.rank) as raised,
     ):
         try:
@@ -384,8 +384,8 @@ def loops_train_for_equally_many_batches() -> None:
     counts = []
     end_after_a_hang()
     with running_on(machine, together.rank):
-        timer = LoaderTimer(job, loader)
-        for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.stretch(40), lambda: timer.stretch(40, limit=4.0)):
+        timer = Stopwatch(job, loader)
+        for run in (lambda: timer.settle(1, rest=5.0), lambda: timer.block(40), lambda: timer.block(40, limit=4.0)):
             begun = len(steps)
             run()
             counts.append(len(steps) - begun)

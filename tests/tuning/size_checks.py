@@ -20,8 +20,8 @@ import flatout
 from flatout.core.machine import available_memory
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.step_clock import StepClock
-from flatout.tuning.size_trials import MARGIN, SizeTrials, memory_limit, resident_bytes
-from flatout.tuning.step_memory import step_memory
+from flatout.tuning.batch_sizes import MARGIN, SizeTrials, memory_limit, resident_bytes
+from flatout.tuning.stopwatch import step_memory
 from tests.clock import Clock, TimedStep, simulated_tuning
 from tests.jobs import job_of, only
 from tests.reasons import reasons
@@ -213,7 +213,7 @@ def ranks_on_one_machine_share_its_memory() -> None:
     batches = [(torch.randn(4, WIDTH), torch.arange(4) % CLASSES)]
     model = net()
     job = job_of(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks())
-    with mock.patch("flatout.tuning.size_trials.available_memory", return_value=available_memory()) as available:
+    with mock.patch("flatout.tuning.batch_sizes.available_memory", return_value=available_memory()) as available:
         alone = memory_limit(job)
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(2)):
             shared = memory_limit(job)

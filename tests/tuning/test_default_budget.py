@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import flatout
 from flatout.mfu import peaks
 from flatout.techniques import REGISTRY, Measured
-from flatout.tuning.default_budget import affordable, fewest_steps, too_few, why_nothing
+from flatout.tuning.budget import affordable, fewest_steps, too_few, why_nothing
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import Net, make_data, make_job, only
 from tests.mfu.harness import SimulatedProducts

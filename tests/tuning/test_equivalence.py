@@ -18,7 +18,7 @@ from flatout.techniques import Candidate
 from flatout.techniques.precision import AutocastCandidate
 from flatout.training.job import Job
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype
-from flatout.tuning.equivalence import Observed, compare, nudge, observe
+from flatout.tuning.numerics import Observed, compare, nudge, observe
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import Net, job_of, make_data, make_job

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.factorial import CHECK_EVERY, PRIOR, Estimate, Factorial
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.trial import KEEP_ABOVE
+from flatout.tuning.acceptance import KEEP_ABOVE
+from flatout.tuning.statistics import CHECK_EVERY, PRIOR, Estimate, Factorial, NoiseFloor
 from tests.noise.combinations import LOG_GAINS
 
 QUIET, NOISY = NoiseFloor(0.003, 8), NoiseFloor(0.3, 8)

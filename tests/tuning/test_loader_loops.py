@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.tuning import loader_timer
-from flatout.tuning.loader_loops import LoaderLoops
-from flatout.tuning.loader_timer import LoaderTimer
+from flatout.tuning import stopwatch
 from flatout.tuning.progress import Progress
+from flatout.tuning.stopwatch import Measure, Stopwatch, in_turns
 from tests.clock import Clock, TimedStep
 from tests.jobs import job_of, make_job
 
@@ -61,13 +60,13 @@ class Alone(ModelledWorkers):
 def modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let timers see the queue of modeled workers."""
     monkeypatch.setattr(
-        loader_timer, "workers_and_queue", lambda _, loader: (max(1, loader.workers), getattr(loader, "queue", 0))
+        stopwatch, "workers_and_queue", lambda _, loader: (max(1, loader.workers), getattr(loader, "queue", 0))
     )
 
 
-def timer_of(clock: Clock, loader: ModelledWorkers, step: float) -> LoaderTimer:
+def timer_of(clock: Clock, loader: ModelledWorkers, step: float) -> Stopwatch:
     model, _, opt = make_job()
-    return LoaderTimer(job_of(model, [], opt, loader=loader, loss_fn=TimedStep(clock, step)), loader)
+    return Stopwatch(job_of(model, [], opt, loader=loader, loss_fn=TimedStep(clock, step)), loader)
 
 
 @pytest.mark.parametrize("busy", [1.0, 0.0])
@@ -88,37 +87,35 @@ def test_a_stretch_has_the_rate_of_a_long_training(
 ) -> None:
     old = timer_of(clock, Alone(clock, seconds), step)
     new = timer_of(clock, ModelledWorkers(clock, seconds, workers, queue), step)
-    loops = LoaderLoops(old, new, Progress(), steps=4, limit=math.inf, settle=1, busy=busy)
-    for i, measure in enumerate([loops.old, loops.new, loops.new, loops.old, loops.new, loops.old, loops.old]):
-        expected = seconds + step if measure == loops.old else max(step, seconds / workers)
-        assert measure(i).mean == pytest.approx(expected, rel=0.03)
-    loops.close()
+    with in_turns(old, new, Progress(), steps=4, limit=math.inf, settle=1, busy=busy) as (first, second):
+        for i, measure in enumerate([first, second, second, first, second, first, first]):
+            expected = seconds + step if measure == first else max(step, seconds / workers)
+            assert measure(i).mean == pytest.approx(expected, rel=0.03)
 
 
 def test_a_loop_rests_until_the_others_queue_is_full_and_only_after_the_other(modelled: None, clock: Clock) -> None:
     old = timer_of(clock, Alone(clock, 1.0), 0.1)
     new = timer_of(clock, ModelledWorkers(clock, 1.0, 6, 12), 0.1)
-    loops = LoaderLoops(old, new, Progress(), steps=1, limit=math.inf, settle=0, busy=0.0)
 
-    def seconds(measure: str) -> float:
+    def seconds(measure: Measure) -> float:
         begun = clock.now
-        getattr(loops, measure)(0)
+        measure(0)
         return clock.now - begun
 
-    assert seconds("old") == pytest.approx(1.1, rel=0.02)
-    assert seconds("new") == pytest.approx(1.1 + 1.0, rel=0.02)  # the first batch, and a round of six
-    assert new.refill_seconds == pytest.approx(2.0, rel=0.02)  # six workers make twelve batches in two rounds
-    assert seconds("old") == pytest.approx(2.0 + 1.1, rel=0.02)
-    assert seconds("old") == pytest.approx(1.1, rel=0.02)
-    loops.close()
+    with in_turns(old, new, Progress(), steps=1, limit=math.inf, settle=0, busy=0.0) as (first, second):
+        assert seconds(first) == pytest.approx(1.1, rel=0.02)
+        assert seconds(second) == pytest.approx(1.1 + 1.0, rel=0.02)  # the first batch, and a round of six
+        assert new.refill_seconds == pytest.approx(2.0, rel=0.02)  # six workers make twelve batches in two rounds
+        assert seconds(first) == pytest.approx(2.0 + 1.1, rel=0.02)
+        assert seconds(first) == pytest.approx(1.1, rel=0.02)
 
 
-def test_an_early_stretch_can_be_discarded(modelled: None, clock: Clock) -> None:
+def test_an_early_block_can_be_discarded(modelled: None, clock: Clock) -> None:
     timer = timer_of(clock, Alone(clock, 1.0), 0.1)
-    timer.stretch(1)
-    timer.discard()
+    timer.block(1)
+    timer.blocks.clear()
     clock.slow_down(timer._job.spec.model, 0.5)
-    timer.stretch(2)
+    timer.block(2)
     assert timer.pace.total_ms == pytest.approx(1600, rel=0.01)
     timer.close()
 
@@ -133,7 +130,7 @@ def test_the_share_of_a_core_tells_waiting_from_computing(modelled: None, clock:
     busy = []
     for loader in (Alone(clock, 1.0), Computing(clock, 1.0)):
         timer = timer_of(clock, loader, 2.0)
-        timer.stretch(2)
+        timer.block(2)
         busy.append(timer.busy)
         assert timer.pace.cpu_ms == pytest.approx(2000, rel=0.01)
         timer.close()

@@ -10,7 +10,7 @@ from flatout.data import InMemoryLoader
 from flatout.report import Report
 from flatout.tuning.bench import off
 from flatout.tuning.budget import Budget
-from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
+from flatout.tuning.stopwatch import Block, Stopwatch, pace_of
 from tests.clock import TimedSamples, TimedStep
 from tests.helpers import bits
 from tests.jobs import QUICK, job_of, make_job
@@ -24,28 +24,31 @@ class Stream(IterableDataset):
         return ((torch.full((8,), float(i)), i % 3) for i in range(64))
 
 
-def track(loader, job=None) -> LoaderTimer:
+def track(loader, job=None) -> Stopwatch:
     model, _, opt = job or make_job()
-    return LoaderTimer(job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy), loader)
+    return Stopwatch(job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy), loader)
+
+
+def block(seconds: float, waited: float, steps: int = 10) -> Block:
+    return Block((seconds / steps,) * steps, 0.0, waits=(waited / steps,) * steps, samples=40)
 
 
 def test_a_pace_is_of_the_middle_half():
-    usual = [Stretch(seconds=0.2 + i / 1000, waited=0.1, samples=40, steps=10) for i in range(4)]
-    disturbed = Stretch(seconds=9.0, waited=0.1, samples=40, steps=10)
-    lucky = Stretch(seconds=0.01, waited=0.001, samples=40, steps=10)
-    pace = pace_of([disturbed, *usual, lucky])
+    usual = [block(0.2 + i / 1000, waited=0.1) for i in range(4)]
+    disturbed, lucky = block(9.0, waited=0.1), block(0.01, waited=0.001)
+    pace = pace_of([disturbed, *usual, lucky], 1)
     assert pace.total_ms == pytest.approx(20.15)
     assert pace.load_ms == pytest.approx(10.0)
     assert pace.samples_per_second == pytest.approx(4 / 0.02015)
-    assert pace_of([disturbed]).total_ms == pytest.approx(900)
-    assert pace_of([lucky, disturbed]).total_ms == pytest.approx(450.5)
+    assert pace_of([disturbed], 1).total_ms == pytest.approx(900)
+    assert pace_of([lucky, disturbed], 1).total_ms == pytest.approx(450.5)
+    assert pace_of([disturbed], 2).total_ms == pytest.approx(450)
 
 
-def test_a_pace_holds_its_stretches_or_the_updates_of_a_single_one():
-    first = Stretch(seconds=0.2, waited=0.1, samples=40, steps=10, updates=((0.01, 0.01), (0.02, 0.03)))
-    second = first._replace(seconds=0.4)
-    assert pace_of([first, second]).stretches == (pytest.approx((10, 10)), pytest.approx((10, 30)))
-    assert pace_of([first]).stretches == (pytest.approx((10, 10)), pytest.approx((20, 30)))
+def test_a_pace_holds_its_blocks_or_the_updates_of_a_single_one():
+    first, second = Block((0.02, 0.05), 0.0, waits=(0.01, 0.02)), block(0.4, waited=0.1)
+    assert pace_of([first, second], 1).stretches == (pytest.approx((15, 20)), pytest.approx((10, 30)))
+    assert pace_of([first], 1).stretches == (pytest.approx((10, 10)), pytest.approx((20, 30)))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -53,9 +56,9 @@ def test_updates_of_a_stretch_have_its_times(clock, accumulate):
     model, loader, opt = make_job()
     loader = DataLoader(TimedSamples(clock, 0.1), batch_size=8)
     job = job_of(model, [], opt, loader=loader, loss_fn=functional.cross_entropy, accumulate=accumulate)
-    one = LoaderTimer(job, loader)
+    one = Stopwatch(job, loader)
     one.settle(1)
-    one.stretch(4)
+    one.block(4)
     pace = one.pace
     assert len(pace.stretches) == 4 // accumulate
     assert [load for load, _ in pace.stretches] == pytest.approx([800] * (4 // accumulate), rel=1e-2)
@@ -66,8 +69,8 @@ def test_updates_of_a_stretch_have_its_times(clock, accumulate):
 def test_the_time_of_a_stretch_matches_its_pace(clock):
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
     one.settle(1)
-    took = one.stretch(4)
-    assert took.wall == pytest.approx([0.8], rel=1e-2)
+    took = one.block(4)
+    assert took.wall == pytest.approx([0.8] * 4, rel=1e-2)
     assert one.pace.total_ms == pytest.approx(1e3 * took.mean)
     assert one.pace.samples_per_second == pytest.approx(8 / took.mean)
     assert one.pace.load_ms == pytest.approx(800, rel=1e-2)
@@ -78,7 +81,7 @@ def test_the_time_of_a_stretch_matches_its_pace(clock):
 @pytest.mark.parametrize(("limit", "steps"), [(0.1, 1), (2.5, 4), (100.0, 10)])
 def test_a_stretch_ends_with_the_update_in_which_its_limit_is_over(clock, limit, steps):
     one = track(DataLoader(TimedSamples(clock, 0.1), batch_size=8))
-    assert one.stretch(10, limit).wall == pytest.approx([0.8], rel=1e-2)
+    assert one.block(10, limit).wall == pytest.approx([0.8] * steps, rel=1e-2)
     assert clock.now == pytest.approx(0.8 * steps, rel=1e-2)
     one.close()
 
@@ -266,7 +269,7 @@ def test_training_is_the_first_to_run_what_was_gathered_in_a_trial():
     before = tried.loader.generator.get_state()
     one = track(tried)
     one.settle(1)
-    one.stretch(6)
+    one.block(6)
     one.close()
     tried.loader.generator.set_state(before)
     assert [batch[1].tolist() for _ in range(2) for batch in tried] == order

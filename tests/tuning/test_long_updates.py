@@ -19,12 +19,11 @@ from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.combination_stage import _Stage
-from flatout.tuning.equivalence import Observed, observe, updates_have_gradients
+from flatout.tuning.combinations import Combinations
 from flatout.tuning.ledger import Decision
-from flatout.tuning.noise import difference
-from flatout.tuning.trial_runner import screen
-from flatout.tuning.verification import verify
+from flatout.tuning.numerics import Observed, observe, updates_have_gradients, verify
+from flatout.tuning.pairs import difference
+from flatout.tuning.trials import screen
 from tests.clock import Clock, TimedStep
 from tests.jobs import Net, job_of, make_data, make_job, only
 from tests.tuning.harness import Change, OneCandidate
@@ -264,7 +263,7 @@ def test_a_candidate_is_compared_with_the_one_before(timed: TimedBench) -> None:
     assert timed.bench.noise
     verify(timed.bench, first.candidates(timed.bench.job)[0], [first])  # measures the baseline
     timed.seconds *= 2
-    stage = _Stage(timed.bench, [first, second], deadline=math.inf)
+    stage = Combinations(timed.bench, [first, second])
     stage.screen()
     one, other = stage._factors
     assert (one.instead_of, other.instead_of) == (None, one)

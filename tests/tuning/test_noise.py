@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.noise import MUCH_QUIETER, Noise, Pair, difference
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block, Statistic
+from flatout.tuning.pairs import MUCH_QUIETER, Noise, Pair, difference
+from flatout.tuning.statistics import NoiseFloor
+from flatout.tuning.stopwatch import Block, Statistic
 
 times = st.floats(1e-4, 10.0)
 
@@ -95,11 +95,11 @@ def test_a_quartile_represents_the_wall_time_of_many_updates_and_the_mean_that_o
 
 @given(st.lists(times, min_size=1, max_size=50), times, st.floats(0.1, 10.0))
 def test_a_scaled_block_has_scaled_times(wall: list[float], cpu: float, factor: float) -> None:
-    plain = Block(tuple(wall), cpu, waits=3)
+    plain = Block(tuple(wall), cpu, sleeps=3)
     scaled = plain.scaled(factor)
     assert scaled.time("wall") == pytest.approx(factor * plain.time("wall"))
     assert (scaled.mean, scaled.cpu) == (pytest.approx(factor * plain.mean), factor * cpu)
-    assert scaled.waits == 3
+    assert scaled.sleeps == 3
 
 
 @given(st.lists(times, min_size=4, max_size=50), st.data())

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import flatout
 from flatout.arguments import validate
-from flatout.tuning import plan_key
-from flatout.tuning.plan_key import code_of, key_of, training_of
+from flatout.tuning import plan_cache
+from flatout.tuning.plan_cache import code_of, key_of, training_of
 from flatout.tuning.request import Request
 from flatout.tuning.session import Session
 from tests.jobs import FORCED, NO_TECHNIQUES, Net, make_data, make_job
@@ -176,10 +176,10 @@ def one_core(patch: pytest.MonkeyPatch) -> None:
 MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], set[str]]] = {
     "affinity": (one_core, {"cores", "device"}),
     "threads": (lambda patch: torch.set_num_threads(torch.get_num_threads() + 1), {"cores"}),
-    "ranks": (lambda patch: patch.setattr(plan_key, "group_size", lambda: 4), {"cores"}),
-    "processor": (lambda patch: patch.setattr(plan_key, "cpu_name", lambda: "abacus"), {"hardware"}),
+    "ranks": (lambda patch: patch.setattr(plan_cache, "group_size", lambda: 4), {"cores"}),
+    "processor": (lambda patch: patch.setattr(plan_cache, "cpu_name", lambda: "abacus"), {"hardware"}),
     "torch": (lambda patch: patch.setattr(torch, "__version__", "2.99.0"), {"torch"}),
-    "flatout": (lambda patch: patch.setattr(plan_key, "__version__", "9.0"), {"flatout"}),
+    "flatout": (lambda patch: patch.setattr(plan_cache, "__version__", "9.0"), {"flatout"}),
     "python": (lambda patch: patch.setattr(platform, "python_version", lambda: "4.0"), {"python"}),
     "cudnn.benchmark": (lambda patch: patch.setattr(torch.backends.cudnn, "benchmark", True), {"modes"}),
     "products": (lambda patch: torch.set_float32_matmul_precision("high"), {"modes"}),
@@ -207,8 +207,8 @@ def test_another_gpu_or_driver_changes_the_hardware(change: str, monkeypatch: py
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.version, "cuda", facts["cuda"])
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: facts["cudnn"])
-        monkeypatch.setattr(plan_key, "text_of", lambda _: facts["driver"])
-        return plan_key._hardware(torch.device("cuda", 0))
+        monkeypatch.setattr(plan_cache, "text_of", lambda _: facts["driver"])
+        return plan_cache._hardware(torch.device("cuda", 0))
 
     is_same = hardware(facts) == hardware(facts | {change: "other"})
     assert is_same == (change == "name")

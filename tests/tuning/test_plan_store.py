@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flatout.plan import Plan
-from flatout.tuning import plan_store
-from flatout.tuning.plan_store import read_plan, write_plan
+from flatout.tuning import plan_cache
+from flatout.tuning.plan_cache import read_plan, write_plan
 from tests.helpers import special_file
 
 PLAN = Plan(
@@ -121,7 +121,7 @@ def test_a_link_in_the_place_of_a_plan_is_not_followed(plans: Path, tmp_path: Pa
 
 
 def the_name(key: Mapping[str, str]) -> str:
-    path = plan_store._path(key)
+    path = plan_cache._path(key)
     assert path is not None
     return path.name
 
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder: str, monkeypatch: p
 
 
 def test_the_plans_that_were_not_used_for_longest_are_deleted(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_store, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
     *old, new = keys(4)
     for age, key in enumerate(old):
         write_plan(key, PLAN)
@@ -180,7 +180,7 @@ def test_the_plans_that_were_not_used_for_longest_are_deleted(plans: Path, monke
 
 def test_large_plans_are_limited_by_their_bytes(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_plan(KEY, PLAN)
-    monkeypatch.setattr(plan_store, "MOST_BYTES", 2 * the_file(plans).stat().st_size + 100)
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", 2 * the_file(plans).stat().st_size + 100)
     for key in keys(5):
         write_plan(key, PLAN)
     assert 1 <= len(list(plans.iterdir())) <= 2
@@ -188,7 +188,7 @@ def test_large_plans_are_limited_by_their_bytes(plans: Path, monkeypatch: pytest
 
 
 def test_only_the_stores_own_files_are_deleted(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_store, "MOST_PLANS", 1)
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 1)
     write_plan(KEY, PLAN)
     left_by_a_kill = plans / f".{the_name(KEY)}.abcdefgh"
     for path in (left_by_a_kill, plans / "house.json", plans / "0123.json"):
@@ -212,7 +212,7 @@ def use_often(seed: int) -> int:
 
 
 def test_many_processes_may_write_at_once(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_store, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
     with ProcessPoolExecutor(6, mp_context=multiprocessing.get_context("fork")) as pool:
         found = list(pool.map(use_often, range(6)))
     assert sum(found) > 0

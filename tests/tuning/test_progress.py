@@ -23,11 +23,10 @@ from rich.live import Live
 
 import flatout
 from flatout.report.model import Gain, Row
-from flatout.tuning import bench, live_line, progress
+from flatout.tuning import bench, progress
 from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.live_line import NotebookLine, TerminalLine
-from flatout.tuning.progress import Progress, own_progress
+from flatout.tuning.progress import NotebookLine, Progress, TerminalLine, own_progress
 from tests.clock import Clock, TimedStep
 from tests.jobs import make_job, only
 from tests.terminal import Terminal, screen
@@ -146,7 +145,7 @@ def test_a_fork_does_not_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal() as terminal:
         shown = of_a_terminal()
         with shown.stage("x"):
-            monkeypatch.setattr(live_line.os, "getpid", lambda: -1)
+            monkeypatch.setattr(progress.os, "getpid", lambda: -1)
             print("of a worker process, which covers the line")
             shown.close()
     assert len(terminal.frames) == 1
@@ -204,35 +203,35 @@ def test_a_file_has_no_line(variables: dict[str, str], monkeypatch: pytest.Monke
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert live_line.live_line() is None
+    assert progress.live_line() is None
 
 
 def test_no_standard_error_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    assert live_line.live_line() is None
+    assert progress.live_line() is None
 
 
 def test_a_terminal_without_control_sequences_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with Terminal():
-        assert live_line.live_line() is None
+        assert progress.live_line() is None
 
 
 def test_one_live_line_uses_a_terminal() -> None:
     with Terminal():
-        first = live_line.live_line()
+        first = progress.live_line()
         assert isinstance(first, TerminalLine)
-        assert live_line.live_line() is None
+        assert progress.live_line() is None
         first.close("")
         with Live("of the user", console=Console(file=sys.stderr), auto_refresh=False):
-            assert live_line.live_line() is None
+            assert progress.live_line() is None
 
 
 def test_a_notebook_has_a_line_but_not_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert isinstance(live_line.live_line(), NotebookLine)
+    assert isinstance(progress.live_line(), NotebookLine)
     monkeypatch.setattr(multiprocessing, "parent_process", object)
-    assert live_line.live_line() is None
+    assert progress.live_line() is None
 
 
 @pytest.mark.parametrize(
@@ -418,7 +417,7 @@ def test_a_cached_plan_that_fails_has_a_record(
         raise LookupError("no longer there")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flatout.tuning.cached_plan._apply", fail)
+        patch.setattr("flatout.tuning.agenda._apply", fail)
         run = optimized(clock, plan="cached")
     (note,) = [note for note in run.report.summary.notes if "no longer there" in note]
     assert logs().count(note) == 1
@@ -498,7 +497,7 @@ def test_no_line_is_shown_if_progress_is_off(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_log_has_one_line_for_each_stage_if_progress_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_line, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     monkeypatch.setenv("FLATOUT_PROGRESS", "1")
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     shown = of_a_terminal()
@@ -523,7 +522,7 @@ def test_a_log_of_a_whole_tuning_has_few_lines_and_no_carriage_return(tmp_path: 
         seconds = time.monotonic() - begun
     written = (tmp_path / "log").read_bytes()
     lines = [line for line in written.decode().splitlines() if line.startswith("flatout: ")]
-    assert 1 <= len(lines) <= 1 + seconds / live_line.LOG_SECONDS
+    assert 1 <= len(lines) <= 1 + seconds / progress.LOG_SECONDS
     assert b"\r" not in written
     assert b"\x1b" not in written
 

@@ -9,13 +9,15 @@ import pytest
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.tuning import race, trial
-from flatout.tuning.noise import Pair
+from flatout.tuning import pairs as paired
+from flatout.tuning import race
+from flatout.tuning.pairs import Pair
+from flatout.tuning.statistics import FEWEST_PAIRS
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
 
 
-@pytest.mark.parametrize(("later", "pairs"), [(0.0, race.MOST_PAIRS), (110.0, race.FEWEST_IF_LARGE)])
+@pytest.mark.parametrize(("later", "pairs"), [(0.0, race.MOST_RACE_PAIRS), (110.0, FEWEST_PAIRS)])
 def test_a_race_whose_later_pairs_are_slow_ends_with_the_budget(
     later: float, pairs: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,7 +25,7 @@ def test_a_race_whose_later_pairs_are_slow_ends_with_the_budget(
 
     def measure_pairs(*loops: Any, **order: Any) -> Iterator[Pair]:
         nonlocal taken
-        for pair in trial.measure_pairs(*loops, **order):
+        for pair in paired.measure_pairs(*loops, **order):
             taken += 1
             yield pair
             clock.advance(later)

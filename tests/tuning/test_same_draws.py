@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.tuning.same_draws import SameDraws
+from flatout.tuning.numerics import SameDraws
 from tests.compiler import Compiler
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

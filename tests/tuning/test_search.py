@@ -12,7 +12,7 @@ import flatout
 from flatout.report.model import Pace
 from flatout.techniques import Candidate
 from flatout.training.job import Job
-from flatout.tuning import trial
+from flatout.tuning import pairs
 from tests.clock import Clock, TimedStep
 from tests.jobs import make_job
 from tests.tuning.harness import Change, OneCandidate
@@ -45,7 +45,7 @@ class Expensive(Close):
 def test_a_close_call_gets_the_time_that_is_left(
     beside: list[Expensive], the_only_techniques: Callable[..., None], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_seeds", itertools.count(50))  # these orders of pairs leave the trial undecided
+    monkeypatch.setattr(pairs, "_seeds", itertools.count(50))  # these orders of pairs leave the trial undecided
     close = Close()
     the_only_techniques(close, *beside)
     model, loader, optimizer = make_job()

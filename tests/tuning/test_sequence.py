@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.sequence import LEAST_SCALE, LEVEL, PRIOR_PAIRS, GainSequence, Interval, NoiseFloor
+from flatout.tuning.statistics import LEAST_SCALE, LEVEL, PRIOR_PAIRS, GainSequence, NoiseFloor
 
 EIGHT = NoiseFloor(0.05, 8)
 
@@ -26,12 +26,12 @@ def sequence_of(values: Sequence[float], floor: NoiseFloor = EIGHT) -> GainSeque
     return sequence
 
 
-def interval_of(values: Sequence[float], floor: NoiseFloor = EIGHT) -> Interval:
+def interval_of(values: Sequence[float], floor: NoiseFloor = EIGHT) -> tuple[float, float]:
     return sequence_of(values, floor).interval
 
 
-def half_width(interval: Interval) -> float:
-    return (interval.high - interval.low) / 2
+def half_width(interval: tuple[float, float]) -> float:
+    return (interval[1] - interval[0]) / 2
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_a_factor_of_two_is_shown_by_three_pairs() -> None:
     noise = random.Random(0)
     for _ in range(200):
         floor = NoiseFloor.of([noise.gauss(0.0, 0.02) for _ in range(8)])
-        assert interval_of([math.log(2) + noise.gauss(0.0, 0.02) for _ in range(3)], floor).low > math.log(1.5)
+        assert interval_of([math.log(2) + noise.gauss(0.0, 0.02) for _ in range(3)], floor)[0] > math.log(1.5)

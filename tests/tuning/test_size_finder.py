@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from flatout.tuning.size_finder import WITHIN, Found, find
-from flatout.tuning.size_models import NOISE, Probe
+from flatout.tuning.batch_sizes import NOISE, WITHIN, Found, Probe, find
 from tests.reasons import bounds
 
 SLOPE = 1000

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from flatout.core.machine import available_memory
-from flatout.tuning.size_trials import MARGIN, SizeTrials, memory_limit, resident_bytes
+from flatout.tuning.batch_sizes import MARGIN, SizeTrials, memory_limit, resident_bytes
 from tests.helpers import bits
 from tests.jobs import job_of
 from tests.trap import Trap

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 import flatout
 from flatout.report.model import Gain
 from flatout.run import Run
-from flatout.tuning import race, sequence
-from flatout.tuning.bench import FEWEST_NOISE_PAIRS, LONG_UPDATE, Bench
-from flatout.tuning.sequence import NoiseFloor
+from flatout.tuning import race, statistics
+from flatout.tuning.bench import LONG_UPDATE, Bench
+from flatout.tuning.statistics import FEWEST_PAIRS, NoiseFloor
 from tests.clock import Clock, TimedSamples, TimedStep
 from tests.jobs import make_job, only
 from tests.reasons import reasons
@@ -94,10 +94,10 @@ def test_a_race_of_another_loader_uses_the_noise_of_loaders(clock: Clock, monkey
 
     def fixed_gain(differences: Sequence[float], floor: NoiseFloor) -> Gain:
         floors.append(floor)
-        return sequence.fixed_gain(differences, floor)
+        return statistics.fixed_gain(differences, floor)
 
     monkeypatch.setattr(race, "fixed_gain", fixed_gain)
     monkeypatch.setattr(Bench, "noise", property(lambda _: pytest.fail("steps do not show it")))
     assert tuned(clock, LONG).report.row("in_memory").status == "kept"
     (floor,) = floors
-    assert floor.pairs == FEWEST_NOISE_PAIRS
+    assert floor.pairs == FEWEST_PAIRS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tuning.sequence import MUCH_NOISIER, NoiseFloor, fixed_gain
+from flatout.tuning.statistics import MUCH_NOISIER, NoiseFloor, fixed_gain
 
 differences = st.lists(st.floats(-1.0, 1.0), min_size=2, max_size=12)
 floors = st.builds(NoiseFloor, st.floats(0.0, 1.0), st.integers(0, 8))

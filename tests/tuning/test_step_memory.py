@@ -15,7 +15,7 @@ from torch.nn import functional
 import flatout
 from flatout.core.errors import ran_out_of_memory
 from flatout.techniques import Candidate
-from flatout.tuning.step_memory import step_memory
+from flatout.tuning.stopwatch import step_memory
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
 from tests.jobs import QUICK, make_job
@@ -125,7 +125,7 @@ def test_the_report_shows_the_memory_of_a_step(clock: Clock) -> None:
 NOISY = """
 import os, warnings
 import torch
-from flatout.tuning.step_memory import step_memory
+from flatout.tuning.stopwatch import step_memory
 
 older = [torch.ones(8) for _ in range(10)]
 

@@ -9,8 +9,8 @@ from threading import Event
 import pytest
 import torch
 
-from flatout.tuning import timing
-from flatout.tuning.timing import seconds, timed_block
+from flatout.tuning import stopwatch
+from flatout.tuning.stopwatch import seconds, timed_block
 from tests.clock import TICK, Clock
 
 CPU = torch.device("cpu")
@@ -63,20 +63,20 @@ def test_sleep_takes_no_cpu_time() -> None:
     assert block.cpu < 0.02
 
 
-@pytest.mark.skipif(timing._waits() is None, reason="needs a system that counts context switches: Linux")
+@pytest.mark.skipif(stopwatch._sleeps() is None, reason="needs a system that counts context switches: Linux")
 def test_sleep_and_locks_count_as_waits_and_computing_does_not() -> None:
-    assert timed_block(lambda _: time.sleep(0.001), range(5), CPU).waits == pytest.approx(5, abs=2)
+    assert timed_block(lambda _: time.sleep(0.001), range(5), CPU).sleeps == pytest.approx(5, abs=2)
     with ThreadPoolExecutor(1) as pool:
         waiting = timed_block(lambda _: pool.submit(Event().wait, 0.001).result(), range(5), CPU)
-    assert waiting.waits is not None
-    assert waiting.waits >= 5
+    assert waiting.sleeps is not None
+    assert waiting.sleeps >= 5
     blocks = [timed_block(lambda _: sum(range(100)), range(5), CPU) for _ in range(5)]
-    assert min(block.waits or 0 for block in blocks) == 0
+    assert min(block.sleeps or 0 for block in blocks) == 0
 
 
 def test_waits_are_unknown_where_the_system_does_not_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "resource", None)
-    assert timed_block(lambda _: None, range(1), CPU).waits is None
+    monkeypatch.setattr(stopwatch, "resource", None)
+    assert timed_block(lambda _: None, range(1), CPU).sleeps is None
 
 
 def test_an_error_of_an_update_passes() -> None:

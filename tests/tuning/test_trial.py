@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from flatout.tuning.noise import Noise
-from flatout.tuning.sequence import NoiseFloor
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import DROP_BELOW, FEWEST_UNDECIDED, KEEP_ABOVE, MOST_PAIRS, PairedTrial
+from flatout.tuning.acceptance import DROP_BELOW, KEEP_ABOVE
+from flatout.tuning.pairs import MOST_PAIRS, Noise, PairedTrial
+from flatout.tuning.statistics import FEWEST_PAIRS, NoiseFloor
+from flatout.tuning.stopwatch import Block
 from tests.clock import Clock
 from tests.noise.simulator import SCENARIOS, needs_compiler
 from tests.noise.trials import Cell, Result, trial
@@ -102,7 +102,7 @@ def test_the_hard_deadline_leaves_one_pair_which_shows_nothing(clock: Clock) -> 
     assert (len(result.pairs), result.verdict) == (2, "faster")
 
 
-@pytest.mark.parametrize(("seconds", "pairs"), [(1.0, FEWEST_UNDECIDED), (1e6, MOST_PAIRS)])
+@pytest.mark.parametrize(("seconds", "pairs"), [(1.0, FEWEST_PAIRS), (1e6, MOST_PAIRS)])
 def test_a_close_call_passes_the_soft_deadline_only_if_the_time_lasts_for_it(
     clock: Clock, seconds: float, pairs: int
 ) -> None:

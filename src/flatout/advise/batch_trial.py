@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.autotune.recorded import RecordedCall
+from flatout.autotune.recorder import RecordedCall
 from flatout.core.batches import batch_size_of, map_tensors, tensors_of
 from flatout.core.snapshot import Snapshot
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from flatout.autotune.recorded import RecordedCall
+from flatout.autotune.recorder import RecordedCall
 from flatout.core.batches import tensors_of
 from flatout.profile.syncs import is_users, outwards, replaced
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from flatout.advise.batch_trial import seconds_of_sizes
 from flatout.advise.observe import Observer
-from flatout.autotune.allowance import Allowance, Options
 from flatout.autotune.engine import Engine
+from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainProgram
@@ -17,6 +17,7 @@ from flatout.core.standard_error import say
 from flatout.profile.record import Course, ProfileRecording
 from flatout.profile.script import Ended, run_course
 from flatout.profile.shown_profile import Profile
+from flatout.tuning.budget import Allowance
 
 STEPS, WARMUP = 5, 3
 """Number of steps to time and then to profile, and number of warm-up steps before."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from flatout.arguments import budget_of
-from flatout.autotune.allowance import Options
 from flatout.autotune.engine import Engine
+from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.described import Described
 from flatout.core.standard_error import say

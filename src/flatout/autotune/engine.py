@@ -17,15 +17,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.autotune.allowance import Allowance, Options
 from flatout.autotune.loaders import Drawn, Loaders
-from flatout.autotune.module_tuning import ModuleTuning
-from flatout.autotune.recorded import with_gradients_of_update
-from flatout.autotune.recorder import RecordedUpdate, Recorder
+from flatout.autotune.module_tuning import ModuleTuning, Options
+from flatout.autotune.recorder import RecordedUpdate, Recorder, with_gradients_of_update
 from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
 from flatout.core.step_hooks import without_users_hooks
 from flatout.training.attachments import detach
+from flatout.tuning.budget import Allowance
 from flatout.tuning.ranks import is_first_rank
 
 LEAST_SHARE = 0.05

@@ -10,7 +10,7 @@ from flatout.autotune.door import Auto, auto
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.standard_error import say
 from flatout.plan import CACHED, Plan
-from flatout.tuning.choices import choices_of
+from flatout.tuning.request import choices_of
 
 
 class AutoOptions(TypedDict, total=False):

@@ -219,7 +219,7 @@ class StepTechnique(Measured):
         saves_communication: True if candidates change how gradients are averaged over the ranks during the backward.
             They can save at most the exposed communication.
         changes_activations: True if candidates change the memory format or the dtype of activations. The random numbers
-            that torch draws depend on both. Trials make them independent of both (``tuning/same_draws.py``).
+            that torch draws depend on both. Trials make them independent of both (``tuning/numerics.py``).
         optimistic_gain: the largest gain to expect. A setup that would not pay even with this gain is not started.
         recompiles: True if candidates change a state that compiled code checks, such as the number of threads. Compiled
             code is then compiled again, which is part of the setup.
@@ -247,7 +247,7 @@ class StepTechnique(Measured):
 
     @property
     def is_verified(self) -> bool:
-        """True if a trial compares outputs, gradients and losses with the baseline's (``tuning/equivalence.py``)."""
+        """True if a trial compares outputs, gradients and losses with the baseline's (``tuning/numerics.py``)."""
         return self.effect != "exact"
 
     def most_saved(self, job: Job, pace: Pace) -> float:

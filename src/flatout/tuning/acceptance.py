@@ -1,12 +1,21 @@
-"""Acceptance of candidates by their trials, and the text of the row."""
+"""Acceptance: the one rule that keeps, rejects or leaves open a candidate, and gives the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from flatout.report.model import Row, Trial
-from flatout.tuning.trial import DROP_BELOW, KEEP_ABOVE, NO_SLOWER
+from flatout.report.model import Gain, Row, Trial
+
+KEEP_ABOVE = 1.01
+"""Speed above which a candidate is kept. Effects of memory layout of up to 1 % do not last until the next start."""
+
+DROP_BELOW = 1.03
+"""Speed below which a candidate is not worth more pairs."""
+
+NO_SLOWER = 0.98
+"""Speed above which a candidate counts as no slower."""
 
 HOPELESS = 3.0
 """Slowdown on the first pair above which a candidate is not tried further."""
@@ -18,20 +27,97 @@ WORTH_SAVING = 16 * 2**20
 A candidate that is no slower is kept if a step takes less than this share of the memory and saves at least these bytes.
 """
 
-
-def earns(trial: Trial) -> bool:
-    """Return True if the trial shows that the candidate is faster."""
-    return not trial.failure and trial.gain is not None and trial.gain.low > KEEP_ABOVE
+Verdict = Literal["faster", "not faster", "undecided"]
+"""Verdict on a gain. "faster" means fast enough to keep, "not faster" means not worth more pairs."""
 
 
-def spares(trial: Trial) -> bool:
-    """Return True if the trial shows that the candidate is no slower."""
-    return not trial.failure and trial.gain is not None and trial.gain.low > NO_SLOWER
+@dataclass(frozen=True)
+class Acceptance:
+    """Rule for gains and trials. Every decision about a candidate asks this rule.
 
+    Attributes:
+        noise: standard deviation of the log ratio of neighboring blocks of the baseline; None if unknown.
+    """
 
-def saves_memory(trial: Trial) -> bool:
-    """Return True if the candidate takes less memory and is no slower."""
-    return spares(trial) and saves_bytes(trial.baseline_bytes, trial.candidate_bytes)
+    noise: float | None = None
+
+    def limits(self, *, has_other_merits: bool = False) -> tuple[float, float]:
+        """Return the speed above which a candidate is kept, and the speed below which it is not worth more pairs.
+
+        Args:
+            has_other_merits: True if being no slower is enough, because the candidate saves memory or cores.
+        """
+        return (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
+
+    @property
+    def least_saving(self) -> float:
+        """Smallest saving that is worth a trial, as a share of a step's time."""
+        return self.limits()[0] - 1
+
+    def verdict(self, gain: Gain, *, has_other_merits: bool = False) -> Verdict:
+        """Return the verdict on a gain with its interval."""
+        keep_above, drop_below = self.limits(has_other_merits=has_other_merits)
+        if gain.low > keep_above:
+            return "faster"
+        return "not faster" if gain.high < drop_below else "undecided"
+
+    def earns(self, trial: Trial, *, has_other_merits: bool = False) -> bool:
+        """Return True if the trial shows that the candidate is faster, or no slower if it has other merits."""
+        if trial.failure or trial.gain is None:
+            return False
+        return self.verdict(trial.gain, has_other_merits=has_other_merits) == "faster"
+
+    def saves_memory(self, trial: Trial) -> bool:
+        """Return True if the candidate takes less memory and is no slower."""
+        return self.earns(trial, has_other_merits=True) and saves_bytes(trial.baseline_bytes, trial.candidate_bytes)
+
+    def serves(self, trial: Trial) -> bool:
+        """Return True if the candidate is kept, for its speed or for its memory."""
+        return self.earns(trial) or self.saves_memory(trial)
+
+    def rank(self, trial: Trial) -> tuple[bool, float]:
+        """Return a sort key that ranks speed before memory."""
+        return (True, ratio(trial)) if self.earns(trial) else (False, -(trial.memory or 0.0))
+
+    def is_open(self, trials: Sequence[Trial]) -> bool:
+        """Return True if more pairs could show that a rejected candidate is faster, or if there was no trial."""
+        timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
+        return not trials or any(self.verdict(gain) != "not faster" and gain.ratio > 1 / HOPELESS for gain in timed)
+
+    def row(self, row: Row, trials: Sequence[Trial], best: Trial | None) -> Row:
+        """Return the row of a technique for the results of its trials.
+
+        Args:
+            row: the row of the kept technique.
+            trials: all trials of the technique.
+            best: the trial of the candidate to keep, or None.
+        """
+        if best is not None:
+            row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
+            if self.saves_memory(best) and not self.earns(best):
+                saved = 1 - (best.memory or 0)
+                return replace(row, why=f"no slower, and a step takes {saved:.0%} less memory: {row.why}")
+            return row
+        if not trials:
+            return replace(row, status="not tried", why="the budget was spent before a trial could begin")
+        closest = max(trials, key=ratio)
+        return replace(
+            row,
+            status="rejected",
+            why=self._why_rejected(closest),
+            gain=closest.gain,
+            memory=closest.memory,
+            trials=tuple(trials),
+        )
+
+    def _why_rejected(self, trial: Trial) -> str:
+        if trial.failure or trial.gain is None:
+            return trial.failure
+        times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
+        if trial.gain.ratio <= 1.0:
+            return times
+        why = f"{times}: not shown to be more than {self.least_saving:.0%} faster"
+        return why if self.noise is None else f"{why}, with noise of ±{1.96 * self.noise:.0%}"
 
 
 def saves_bytes(old: int | None, new: int | None) -> bool:
@@ -42,48 +128,3 @@ def saves_bytes(old: int | None, new: int | None) -> bool:
 def ratio(trial: Trial) -> float:
     """Return the gain of a trial; 0 without a gain."""
     return 0.0 if trial.gain is None else trial.gain.ratio
-
-
-def serves(trial: Trial) -> bool:
-    """Return True if the candidate is kept, for its speed or for its memory."""
-    return earns(trial) or saves_memory(trial)
-
-
-def rank(trial: Trial) -> tuple[bool, float]:
-    """Return a sort key that ranks speed before memory."""
-    return (True, ratio(trial)) if earns(trial) else (False, -(trial.memory or 0.0))
-
-
-def is_open(trials: Sequence[Trial]) -> bool:
-    """Return True if more pairs could show that a rejected candidate is faster, or if there was no trial."""
-    timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
-    return not trials or any(gain.high >= DROP_BELOW and gain.ratio > 1 / HOPELESS for gain in timed)
-
-
-def verdict(row: Row, trials: list[Trial], best: Trial | None) -> Row:
-    """Return the row for the results of the trials."""
-    if best is not None:
-        row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
-        if saves_memory(best) and not earns(best):
-            return replace(row, why=f"no slower, and a step takes {1 - (best.memory or 0):.0%} less memory: {row.why}")
-        return row
-    if not trials:
-        return replace(row, status="not tried", why="the budget was spent before a trial could begin")
-    closest = max(trials, key=ratio)
-    return replace(
-        row,
-        status="rejected",
-        why=_why_rejected(closest),
-        gain=closest.gain,
-        memory=closest.memory,
-        trials=tuple(trials),
-    )
-
-
-def _why_rejected(trial: Trial) -> str:
-    if trial.failure or trial.gain is None:
-        return trial.failure
-    times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
-    if trial.gain.ratio <= 1.0:
-        return times
-    return f"{times}: not shown to be more than {KEEP_ABOVE - 1:.0%} faster"

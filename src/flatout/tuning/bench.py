@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 
-from flatout.core.batches import batch_size_of
 from flatout.core.snapshot import Snapshot
 from flatout.distributed.agreement import Agreement
 from flatout.mfu import TensorCores
@@ -19,22 +17,27 @@ from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
-from flatout.tuning.budget import Budget
-from flatout.tuning.equivalence import Observed
+from flatout.tuning.acceptance import Acceptance
+from flatout.tuning.budget import BLOCK_SECONDS, Budget
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.loader_loops import LoaderComparison, LoaderLoops
-from flatout.tuning.loader_timer import LoaderTimer, workers_and_queue
-from flatout.tuning.noise import Noise, Pair, pairs_of
+from flatout.tuning.pairs import Noise, Pair, PairedTrial, pairs_of
 from flatout.tuning.progress import Progress
-from flatout.tuning.step_memory import step_memory
-from flatout.tuning.timing import Block, seconds, timed_block
-from flatout.tuning.trial import FEWEST_UNDECIDED, Measure, PairedTrial
+from flatout.tuning.statistics import FEWEST_PAIRS
+from flatout.tuning.stopwatch import (
+    FEWEST_FOR_QUARTILE,
+    Block,
+    LoaderComparison,
+    Measure,
+    Stopwatch,
+    in_turns,
+    seconds,
+    step_memory,
+    timed_block,
+    workers_and_queue,
+)
 
 TRIAL_SECONDS = 4.0
 """Time limit for the pairs of one trial, in seconds, until all techniques were tried. Setup takes extra time."""
-
-FEWEST_TRIAL_UPDATES = 7
-"""Updates of the shortest trial: two to compare the numerics, and with outputs and the first block three pairs."""
 
 PACE_SECONDS = 1.0
 """Seconds of a stretch that measures the pace, unless steps are short. Each decision changes the pace."""
@@ -42,17 +45,11 @@ PACE_SECONDS = 1.0
 STRETCH_SECONDS = 0.05
 """Duration in seconds of a stretch of training from one loader, in trials that alternate two loaders."""
 
-STRETCH_STEPS, LONGEST_FOR_STEPS = 4, 0.5
-"""Fewest batches of a stretch, and the seconds of a stretch above which it may have fewer."""
-
-SLOWEST_STRETCH, FEWEST_LIMIT_SECONDS = 4.0, 1.0
-"""Time limit of a stretch: this multiple of its expected duration, but at least this number of seconds.
+SLOWEST_STRETCH = 4.0
+"""Time limit of a stretch: this multiple of its expected duration, but at least ``PACE_SECONDS``.
 
 If other programs run, two threads may share a core. A stretch is then forty times slower for some seconds.
 """
-
-BLOCK_SECONDS = 0.02
-"""Duration in seconds of a block with one candidate, if updates are shorter."""
 
 LONG_UPDATE, LONG_SCRIPT_UPDATE = 0.5, 0.02
 """Durations of an update, in seconds, up to which an untimed update precedes each block.
@@ -63,14 +60,13 @@ The second one applies to a script, which keeps its own loop. A script leaves no
 MOST_RESULT_BYTES = 1 << 28
 """Largest size of baseline results that are kept. Larger results are computed again for each candidate."""
 
-NOISE_SHARE = 0.05
-"""Share of the budget for the noise floor."""
+SHARE = 0.05
+"""Share of the budget for the noise floor, for each other measurement beside trials, and for advice."""
 
-FEWEST_NOISE_PAIRS, MOST_NOISE_PAIRS = 3, 8
-"""Limits of the number of pairs of the baseline with itself.
+MOST_NOISE_PAIRS = 8
+"""Most pairs of the baseline with itself.
 
-With fewer than three, three pairs of a trial decide no large gain. Long updates and loops over two loaders take the
-fewest pairs. The pairs of long updates also give the pace.
+Long updates and loops over two loaders take the fewest pairs. The pairs of long updates also give the pace.
 """
 
 
@@ -88,6 +84,7 @@ class Bench:
         comparison: the trial that the present loader won; None without one, and after a change of the steps.
         phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
         tensor_cores: activity of the tensor cores in these steps; None if unknown.
+        screened: duration of the latest screening of a candidate, in updates; None before the first one.
         exposed_ms: exposed communication of these steps; None before ``rank_costs.exposed_ms`` measures it.
     """
 
@@ -101,22 +98,18 @@ class Bench:
     phases: Mapping[str, float] | None = None
     tensor_cores: TensorCores | None = None
     exposed_ms: float | None = None
+    screened: float | None = None
     _noise: dict[int, Noise] = field(default_factory=dict)
     _pace: Pace | None = None
     _loop_pairs: list[Pair] = field(default_factory=list)
     _busy: float = 1.0
     _memory: int | None = None
-    _results: dict[Hashable, Observed] = field(default_factory=dict)
+    _results: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Agreement:
         """Agreement with the other ranks, which run the same trials."""
         return self.job.spec.ranks
-
-    @property
-    def batch_samples(self) -> int:
-        """Number of samples of all ranks in the first batch."""
-        return int(self.ranks.total(batch_size_of(self.job.data.batches[0])))
 
     def rewind(self, *, to_train: bool = True) -> None:
         """Restore the training state, with exactly the kept candidates on.
@@ -209,10 +202,10 @@ class Bench:
             return next(iter(self._noise.values()))
         threads = self._threads
         if threads not in self._noise:
-            affordable = min(MOST_NOISE_PAIRS, NOISE_SHARE * self.budget.seconds / (2 * self.block_seconds))
+            affordable = min(MOST_NOISE_PAIRS, SHARE * self.budget.seconds / (2 * self.block_seconds))
             block = self.blocks()
             self.rewind()
-            pairs = [(block(i), block(i)) for i in range(max(FEWEST_NOISE_PAIRS, int(affordable)))]
+            pairs = [(block(i), block(i)) for i in range(max(FEWEST_PAIRS, int(affordable)))]
             self.rewind()
             self._noise[threads] = Noise.of(pairs, one_thread=threads == 1 and self.job.spec.device.type == "cpu")
         return self._noise[threads]
@@ -227,7 +220,7 @@ class Bench:
         Args:
             stretch: measures a stretch of this training.
         """
-        missing = range(len(self._loop_pairs), FEWEST_NOISE_PAIRS)
+        missing = range(len(self._loop_pairs), FEWEST_PAIRS)
         self._loop_pairs += [(stretch(i), stretch(i)) for i in missing]
         return Noise.of(self._loop_pairs, one_thread=False)
 
@@ -235,6 +228,11 @@ class Bench:
     def known_noise(self) -> float | None:
         """Standard deviation of the log ratio of neighboring blocks, by the latest measurement; None without one."""
         return list(self._noise.values())[-1].floors["wall"].scale if self._noise else None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Rule that decides about trials of this training."""
+        return Acceptance(self.known_noise)
 
     @property
     def update_seconds(self) -> float:
@@ -289,37 +287,34 @@ class Bench:
         is_long = job.spec.accumulate * took > self.long_update
         steps, stretches = max(2, min(2 * len(batches), math.ceil(PACE_SECONDS / took))), 1
         if is_long:
-            steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_NOISE_PAIRS
-        if self.rewindable:
-            with closing(LoaderTimer(job, job.data.source)) as track:
-                blocks = self._stretches(track, steps, stretches)
-            pace = track.pace
-        else:
-            turns = [range(i * steps, (i + 1) * steps) for i in range(stretches)]
-            blocks = [timed_block(self._step, turn, job.spec.device, self.ranks) for turn in turns]
-            walls = [wall for block in blocks for wall in block.wall]
-            step, spread = median(walls), tuple((0.0, 1e3 * wall) for wall in walls)
-            pace = Pace(1e3 * step, 0.0, self.batch_samples / step, stretches=spread)
+            steps, stretches = job.spec.accumulate, 2 if self._noise else 2 * FEWEST_PAIRS
+        with closing(self.watch()) as watch:
+            blocks = self._pace_blocks(watch, steps, stretches)
+            pace = watch.pace
         self.rewind()
         if is_long and len(blocks) > 1 and not self._noise:
             self._noise[self._threads] = Noise.of(pairs_of(blocks), one_thread=False)
         return pace
 
-    def _stretches(self, track: LoaderTimer, steps: int, stretches: int) -> list[Block]:
-        """Return stretches of training from a loader.
+    def watch(self) -> Stopwatch:
+        """Return a stopwatch for training from the present loader, or from the trial batches if it must not be read."""
+        return Stopwatch(self.job, self.job.data.source if self.rewindable else None)
 
-        Long updates are stretches of one update each. Shorter updates are one stretch, after an untimed update.
+    def _pace_blocks(self, watch: Stopwatch, steps: int, count: int) -> list[Block]:
+        """Return blocks of training from a loader.
+
+        Long updates are blocks of one update each. Shorter updates are one block, after an untimed update.
         """
         update = self.job.spec.accumulate
-        track.settle(update if track.queue else 0)  # workers start
-        blocks = [track.stretch(update)]
-        if update * blocks[0].mean > self.long_update:
-            blocks += [track.stretch(update) for _ in range(1, max(2, stretches))]
+        watch.settle(update if watch.queue else 0)  # workers start
+        blocks = [watch.block(update)]
+        if blocks[0].mean > self.long_update:
+            blocks += [watch.block(update) for _ in range(1, max(2, count))]
             self._loop_pairs = self._loop_pairs or pairs_of(blocks)
         else:
-            track.discard()
-            blocks = [track.stretch(steps)]
-        self._busy = self._busy if track.queue else track.busy
+            watch.blocks.clear()
+            blocks = [watch.block(steps)]
+        self._busy = self._busy if watch.queue else watch.busy
         return blocks
 
     @property
@@ -357,7 +352,7 @@ class Bench:
             finally:
                 self.rewind()
 
-    def baseline_results(self, key: Hashable, observe: Callable[[], Observed]) -> Observed:
+    def baseline_results(self, key: Hashable, observe: Callable[[], Any]) -> Any:
         """Return the results of a run with the kept candidates, and keep them for the next call if they are small.
 
         Args:
@@ -379,7 +374,7 @@ class Bench:
             queue: batches that workers make in advance. A stretch of a single long update requires an empty queue.
         """
         step_seconds, per_update = self.pace.total_ms / 1e3, self.job.spec.accumulate
-        fewest = max(1, min(STRETCH_STEPS, int(LONGEST_FOR_STEPS / step_seconds)))
+        fewest = max(1, min(FEWEST_FOR_QUARTILE, int(LONG_UPDATE / step_seconds)))
         if self._is_timed_alone and not queue:
             fewest = 1
         steps = min(50, max(fewest, math.ceil(STRETCH_SECONDS / step_seconds)))
@@ -396,17 +391,12 @@ class Bench:
         return 0 if self.is_slow or (self._is_timed_alone and not queue) else self.job.spec.accumulate
 
     @property
-    def fewest_seconds(self) -> float:
-        """Seconds of the shortest trial that shows a gain of two, without its setup."""
-        return FEWEST_TRIAL_UPDATES * self.job.spec.accumulate * self.pace.total_ms / 1e3
-
-    @property
     def fewest_loader_seconds(self) -> float:
         """Seconds of the shortest trial of a loader that shows a large gain, without its setup.
 
         The estimate assumes that a batch takes as long from the other loader. At least the first batch does.
         """
-        stretches = 2 * (FEWEST_NOISE_PAIRS - len(self._loop_pairs) + FEWEST_UNDECIDED)
+        stretches = 2 * (FEWEST_PAIRS - len(self._loop_pairs) + FEWEST_PAIRS)
         return stretches * self.stretch_steps(1) * self.pace.total_ms / 1e3
 
     def trial(
@@ -435,11 +425,10 @@ class Bench:
         trial.run(old, new, *self.budget.deadlines(TRIAL_SECONDS))
         return trial
 
-    @contextmanager
     def loops(
-        self, old: LoaderTimer, new: LoaderTimer, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
-    ) -> Iterator[tuple[Measure, Measure]]:
-        """Yield two functions that measure a stretch of training, from the old and from the new loader.
+        self, old: Stopwatch, new: Stopwatch, on_for_new: Sequence[Candidate] = (), scale: float = 1.0
+    ) -> AbstractContextManager[tuple[Measure, Measure]]:
+        """Return two functions that measure a block of training, from the old and from the new loader.
 
         Args:
             old: the baseline.
@@ -450,19 +439,17 @@ class Bench:
         queue = max(old.queue, new.queue)
         steps = self.stretch_steps(queue)
         expected = max(1.0, scale) * steps * self.pace.total_ms / 1e3
-        loops = LoaderLoops(
+        return in_turns(
             old,
             new,
             self.progress,
             steps=steps,
-            limit=max(FEWEST_LIMIT_SECONDS, SLOWEST_STRETCH * expected),
+            limit=max(PACE_SECONDS, SLOWEST_STRETCH * expected),
             settle=max([self._untimed_steps(queue), *(candidate.steps_to_record for candidate in on_for_new)]),
             busy=self._busy,
             on_for_new=on_for_new,
             scale=scale,
         )
-        with closing(loops):
-            yield loops.old, loops.new
 
 
 @contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from statistics import median
 from typing import Any
 
 from flatout.mfu import MfuCounter
 from flatout.training.device_verdict import tensor_watch
+from flatout.training.parallel_stepper import ParallelStepper
 from flatout.training.step_flops import peak_of
-from flatout.tuning.bench import Bench
-from flatout.tuning.loader_timer import ALONE_SECONDS, LoaderTimer, workers_and_queue
-from flatout.tuning.rank_costs import SHARE, UPDATES, exposed_ms, rank_costs
-from flatout.tuning.timing import synchronize
+from flatout.tuning.bench import SHARE, Bench
+from flatout.tuning.statistics import FEWEST_PAIRS
+from flatout.tuning.stopwatch import ALONE_SECONDS, synchronize, timed_block, workers_and_queue
 
 PHASE_UPDATES = 8
 PHASE_SECONDS = 0.25
@@ -42,9 +43,9 @@ def costs_of(bench: Bench) -> dict[str, Any]:
     elif bench.rewindable:
         bench.rewind()
         # A loader that fails here also fails in training, or has failed in its trial. Only its rate stays unknown.
-        with closing(LoaderTimer(job, job.data.source)) as track, suppress(Exception), job.spec.ranks.attempt():
-            if _affords(bench, track.fewest_alone * pace.total_ms):
-                told["loader_per_second"] = track.alone()
+        with closing(bench.watch()) as watch, suppress(Exception), job.spec.ranks.attempt():
+            if _affords(bench, watch.fewest_alone * pace.total_ms):
+                told["loader_per_second"] = watch.alone()
         bench.rewind()
     return told
 
@@ -79,3 +80,57 @@ def _phases(bench: Bench) -> Mapping[str, float]:
     named = {name: getattr(phases, name) for name in ("forward", "backward", "update")}
     whole = phases.total
     return {name: seconds / whole for name, seconds in (named | {"other": whole - sum(named.values())}).items()}
+
+
+UPDATES = 4 * FEWEST_PAIRS
+"""Fewest updates of the measurement: each block follows an untimed update."""
+
+
+def exposed_ms(bench: Bench) -> float | None:
+    """Return the milliseconds that averaging gradients adds to a step.
+
+    The result is the time of a step with averaging, minus its time without. The result is None if the gradients are not
+    averaged during the backward, or if the budget is too small. It is kept until a decision changes the steps.
+    """
+    stepper = bench.job.stepper
+    if not isinstance(stepper, ParallelStepper) or stepper.sync is None or not stepper.averages_in_backward:
+        return None
+    if bench.exposed_ms is None and 2 * FEWEST_PAIRS * bench.block_seconds <= SHARE * bench.budget.seconds:
+        block = bench.blocks()
+        averaged, plain = [], []
+        bench.rewind()
+        for i in range(FEWEST_PAIRS):
+            averaged.append(block(i).time("wall"))
+            with stepper.sync.alone():
+                plain.append(block(i).time("wall"))
+        bench.rewind()
+        bench.exposed_ms = max(0.0, 1e3 * (median(averaged) - median(plain)))
+    return bench.exposed_ms
+
+
+def rank_costs(bench: Bench) -> dict[str, Any]:
+    """Return the fields ``ranks`` and ``scaling`` of a ``Pace`` with the kept candidates; empty for a single rank."""
+    stepper = bench.job.stepper
+    if not isinstance(stepper, ParallelStepper) or stepper.sync is None:
+        return {}
+    block = bench.blocks()
+    bench.rewind()
+    block(0)
+    stepper.times.clear()
+    pairs = [(block(i).mean, _alone(bench, stepper, i)) for i in range(FEWEST_PAIRS)]
+    paces = stepper.times.paces
+    bench.rewind()
+    return {"ranks": paces, "scaling": median(alone / together for together, alone in pairs)}
+
+
+def _alone(bench: Bench, stepper: ParallelStepper, i: int) -> float:
+    """Return the mean seconds of an update of rank 0 alone. The other ranks wait meanwhile."""
+    device, updates = bench.job.spec.device, range(i, i + bench.updates_per_block)
+    with bench.ranks.attempt() as message:
+        seconds = 0.0
+        if bench.ranks.rank == 0:
+            with stepper.apart():
+                bench.update(i)
+                seconds = timed_block(bench.update, updates, device).mean
+        message.values = [seconds]
+    return message.received[0][0]

@@ -59,21 +59,22 @@ class Ledger:
 
     def amend(self, row: Row) -> None:
         """Replace the row of a technique, in the decision that counts."""
-        counting = self._counting(row.technique)
+        counting = self._counting[row.technique]
         self._decisions = [replace(d, row=row) if d is counting else d for d in self._decisions]
 
     def is_kept(self, technique: str) -> bool:
         """Return True if the technique is kept."""
-        return any(d.technique == technique and d.ground is not None for d in self._decisions)
+        decision = self._counting.get(technique)
+        return decision is not None and decision.ground is not None
 
     def row(self, technique: str) -> Row:
         """Return the technique's row."""
-        return self._counting(technique).row
+        return self._counting[technique].row
 
     @property
     def rows(self) -> list[Row]:
         """One row for each technique."""
-        return [self.row(name) for name in dict.fromkeys(d.technique for d in self._decisions)]
+        return [decision.row for decision in self._counting.values()]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -93,8 +94,7 @@ class Ledger:
     @property
     def undecided(self) -> list[str]:
         """Names of techniques without a decision. The next start spends its budget on them."""
-        names = dict.fromkeys(d.technique for d in self._decisions)
-        return [name for name in names if self._counting(name).is_open]
+        return [name for name, decision in self._counting.items() if decision.is_open]
 
     @property
     def won(self) -> list[Decision]:
@@ -117,8 +117,13 @@ class Ledger:
         """Return to earlier ``decisions``."""
         self._decisions = list(decisions)
 
-    def _counting(self, technique: str) -> Decision:
-        decisions = [d for d in self._decisions if d.technique == technique]
-        if not decisions:
-            raise KeyError(technique)
-        return next((d for d in reversed(decisions) if d.ground is not None), decisions[-1])
+    @property
+    def _counting(self) -> dict[str, Decision]:
+        """The decision that counts, by technique."""
+        counting: dict[str, Decision] = {}
+        for decision in self._decisions:
+            name = decision.row.technique
+            earlier = counting.get(name)
+            if earlier is None or earlier.ground is None or decision.ground is not None:
+                counting[name] = decision
+        return counting

@@ -4,50 +4,47 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.report.model import Gain, Pace, Row, Statistic
-from flatout.techniques import REGISTRY, Candidate, StepTechnique, Technique
+from flatout.techniques import REGISTRY, StepTechnique, Technique
 from flatout.tuning.bench import LONG_UPDATE, Bench, off
 from flatout.tuning.ledger import Decision
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.loader_timer import LoaderTimer, Stretch, pace_of
-from flatout.tuning.lockstep import failure_of
-from flatout.tuning.noise import difference
-from flatout.tuning.sequence import UNKNOWN_NOISE, NoiseFloor, fixed_gain
-from flatout.tuning.timing import Block
-from flatout.tuning.trial import NO_SLOWER, Measure, measure_pairs
+from flatout.tuning.pairs import difference, measure_pairs
+from flatout.tuning.ranks import failure_of
+from flatout.tuning.statistics import FEWEST_PAIRS, UNKNOWN_NOISE, NoiseFloor, fixed_gain
+from flatout.tuning.stopwatch import LoaderComparison, Stopwatch
 
-FEWEST_PAIRS, MOST_PAIRS = 5, 12
+RACE_PAIRS, MOST_RACE_PAIRS = 5, 12
 """Limits of the number of pairs of a race. The remaining time determines the number. The gain never does."""
 
-LARGE_GAIN, FEWEST_IF_LARGE = 1.5, 3
-"""Gain above which fewer pairs of a race are enough, and the fewest pairs then.
-
-Trials must have shown the gain before the race. Long updates also allow fewer pairs.
-"""
+LARGE_GAIN = 1.5
+"""Gain above which the fewest pairs are enough. Trials must have shown it before. Long updates allow them, too."""
 
 
 @dataclass(frozen=True)
-class RaceResult:
-    """Result of the race.
+class Outcome:
+    """Result of a race, and what is measured afterwards.
 
     Attributes:
         before: pace of the original loop; None if not measured.
         after: pace of the tuned loop; None if not measured.
         gain: speed of the tuned loop relative to the original; None without a race.
-        statistic: the time that ``gain`` compares.
+        gain_statistic: the time that ``gain`` compares.
+        verdict: text about the utilization of the device, and about what limits it.
+        peak_flops: peak in FLOP/s that MFU refers to; None if unknown.
     """
 
-    before: Pace | None
-    after: Pace | None
+    before: Pace | None = None
+    after: Pace | None = None
     gain: Gain | None = None
-    statistic: Statistic = "wall"
+    gain_statistic: Statistic = "wall"
+    verdict: str = ""
+    peak_flops: float | None = None
 
 
-def race(bench: Bench) -> RaceResult:
+def race(bench: Bench) -> Outcome:
     """Time the original loop against the tuned loop, and revert decisions until the tuned loop is no slower.
 
     A trial measures one technique, while the techniques kept before it are on. The race measures the gain of all
@@ -60,19 +57,19 @@ def race(bench: Bench) -> RaceResult:
     """
     budget = bench.budget
     if budget.seconds == 0:
-        return RaceResult(None, None)
+        return Outcome()
     budget.begin_race()
     if (trial := _trial_of_both(bench)) is not None and budget.left < _fewest_pairs(bench) * trial.pair_seconds:
-        return RaceResult(trial.before, trial.after, trial.gain)
-    result = RaceResult(bench.pace, bench.pace)
+        return Outcome(trial.before, trial.after, trial.gain)
+    result = Outcome(bench.pace, bench.pace)
     while bench.ledger.won:
         result = race_once(bench, _fewest_pairs(bench))
         assert result.gain is not None
-        if result.gain.low > NO_SLOWER:
+        if bench.acceptance.verdict(result.gain, has_other_merits=True) == "faster":
             return result
         won = bench.ledger.won
         _revert(bench, _least_certain(won) if budget.left > 0 else won, result.gain)
-        result = RaceResult(bench.pace, bench.pace)
+        result = Outcome(bench.pace, bench.pace)
     return result
 
 
@@ -85,18 +82,18 @@ def _fewest_pairs(bench: Bench) -> int:
     """Return the fewest pairs of a race. The number depends on earlier trials only, so the interval is valid."""
     gains = [decision.row.gain for decision in bench.ledger.won]
     shown = math.prod(gain.low for gain in gains if gain is not None)
-    return FEWEST_IF_LARGE if shown > LARGE_GAIN or bench.update_seconds > LONG_UPDATE else FEWEST_PAIRS
+    return FEWEST_PAIRS if shown > LARGE_GAIN or bench.update_seconds > LONG_UPDATE else RACE_PAIRS
 
 
 def _trial_of_both(bench: Bench) -> LoaderComparison | None:
     """Return the trial of a loader that compared the original loop with the tuned one; None if there is none."""
     trial, data = bench.comparison, bench.job.data
-    if trial is None or len(bench.ledger.won) != 1 or trial.old is not data.loader or trial.new is not data.source:
+    if trial is None or len(bench.ledger.won) != 1 or trial.old is not data.loader:
         return None
     return trial
 
 
-def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
+def race_once(bench: Bench, fewest: int = RACE_PAIRS) -> Outcome:
     """Time the original and the tuned loop in a number of pairs that the remaining time fixes. Nothing is reverted.
 
     Args:
@@ -104,7 +101,7 @@ def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
         fewest: lower limit of the number of pairs.
     """
     if not bench.ledger.won:
-        return RaceResult(bench.pace, bench.pace)
+        return Outcome(bench.pace, bench.pace)
     bench.rewind()
     try:
         return _measure(bench, fewest)
@@ -112,24 +109,27 @@ def race_once(bench: Bench, fewest: int = FEWEST_PAIRS) -> RaceResult:
         bench.rewind()
 
 
-def _measure(bench: Bench, fewest: int) -> RaceResult:
+def _measure(bench: Bench, fewest: int) -> Outcome:
     candidates = [decision.candidate for decision in bench.ledger.won if decision.candidate is not None]
+    scale = math.prod(candidate.scale for candidate in candidates)
     statistic, floors = _statistic_and_floors(bench)
-    with _loops(bench, candidates) as loops:
-        alternates = bench.is_slow and not loops.computes_itself
+    new = bench.watch()
+    with off(*candidates):
+        old = Stopwatch(bench.job, bench.job.data.loader) if _has_other_loader(bench) else bench.watch()
+    computes_itself = old.queue == new.queue == 0
+    with bench.loops(old, new, candidates, scale) as loops:
         begun = bench.ranks.now()
-        measured = measure_pairs(loops.old, loops.new, alternates=alternates, ranks=bench.ranks)
-        first = next(measured)
+        measured = measure_pairs(*loops, alternates=bench.is_slow and not computes_itself, ranks=bench.ranks)
+        pairs = [next(measured)]
         affordable = bench.budget.left / 2 / (bench.ranks.now() - begun)
-        count = max(fewest, int(min(MOST_PAIRS, 1 + affordable)))
-        pairs = [first]
+        count = max(fewest, int(min(MOST_RACE_PAIRS, 1 + affordable)))
         for pair in itertools.islice(measured, count - 1):
             pairs.append(pair)
             if len(pairs) >= fewest and bench.budget.left == 0:  # later pairs took longer than the first
                 break
-        statistic = statistic if loops.computes_itself else "wall"
-        gain = fixed_gain([difference(pair, statistic) for pair in pairs], floors[statistic])
-        return RaceResult(*loops.paces(), gain, statistic)
+    statistic = statistic if computes_itself else "wall"
+    gain = fixed_gain([difference(pair, statistic) for pair in pairs], floors[statistic])
+    return Outcome(old.pace.scaled(scale), new.pace, gain, statistic)
 
 
 def _statistic_and_floors(bench: Bench) -> tuple[Statistic, Mapping[Statistic, NoiseFloor]]:
@@ -137,61 +137,13 @@ def _statistic_and_floors(bench: Bench) -> tuple[Statistic, Mapping[Statistic, N
     if _has_other_loader(bench):
         return "wall", {"wall": UNKNOWN_NOISE if bench.comparison is None else bench.comparison.floor}
     noise = bench.noise
-    floors = {**noise.floors, "wall": noise.mean if bench.rewindable else noise.floors["wall"]}
+    floors = {**noise.floors, "wall": noise.mean}
     return noise.statistic(keeps_cpu_time=_keep_cpu_time(bench.ledger.won)), floors
-
-
-@dataclass(frozen=True)
-class _Loops:
-    """Original and tuned loop, and the paces of both.
-
-    Attributes:
-        old: measures the original loop.
-        new: measures the tuned loop.
-        paces: returns the measured paces of both loops.
-        computes_itself: True if no other thread or process makes batches.
-    """
-
-    old: Measure
-    new: Measure
-    paces: Callable[[], tuple[Pace, Pace]]
-    computes_itself: bool
-
-
-@contextmanager
-def _loops(bench: Bench, candidates: Sequence[Candidate]) -> Iterator[_Loops]:
-    """Yield the original and the tuned loop, with their loaders if these may be iterated again."""
-    job, scale = bench.job, math.prod(candidate.scale for candidate in candidates)
-    if not bench.rewindable:
-        yield _step_loops(bench, candidates)
-        return
-    new = LoaderTimer(job, job.data.source)
-    with off(*candidates):
-        old = LoaderTimer(job, job.data.loader if _has_other_loader(bench) else job.data.source)
-    with bench.loops(old, new, candidates, scale) as (measure_old, measure_new):
-        yield _Loops(measure_old, measure_new, lambda: (old.pace.scaled(scale), new.pace), old.queue == new.queue == 0)
 
 
 def _has_other_loader(bench: Bench) -> bool:
     """Return True if a trial has replaced the loader."""
     return any(decision.candidate is None for decision in bench.ledger.won)
-
-
-def _step_loops(bench: Bench, candidates: Sequence[Candidate]) -> _Loops:
-    """Return loops over the trial's batches alone, because the race must not read the loader."""
-    job, new = bench.job, bench.blocks()
-    samples = job.spec.accumulate * bench.batch_samples
-    stretches: tuple[list[Stretch], list[Stretch]] = ([], [])
-
-    def noted(block: Block, index: int) -> Block:
-        stretches[index].append(Stretch(block.mean, 0.0, samples, job.spec.accumulate))
-        return block
-
-    def old(i: int) -> Block:
-        with off(*candidates):
-            return noted(new(i), 0)
-
-    return _Loops(old, lambda i: noted(new(i), 1), lambda: (pace_of(stretches[0]), pace_of(stretches[1])), True)
 
 
 def _keep_cpu_time(won: Sequence[Decision]) -> bool:

@@ -1,11 +1,12 @@
-"""Ranks of a distributed training: the ranks that train together, and the synchronization of their models."""
+"""Ranks of a distributed training, the synchronization of their models, and decisions that are equal on all ranks."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from flatout.core.dtensor import is_distributed
 from flatout.data.loaders import TORCHS_SAMPLERS
 from flatout.distributed import process_group
-from flatout.distributed.agreement import ALONE, Agreement, GroupAgreement
+from flatout.distributed.agreement import ALONE, Agreement, GroupAgreement, RankFailure
 from flatout.distributed.process_group import group_size
+from flatout.plan import CACHED
+from flatout.techniques import Candidate, LoaderCandidate, NotApplicable
+from flatout.tuning.request import Choices, Request
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 """Module prefixes of wrapper classes: DDP, FSDP, ``fully_shard`` and ``replicate``."""
@@ -37,29 +41,19 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+CandidateT = TypeVar("CandidateT", Candidate, LoaderCandidate)
+
 PARALLEL = ("auto", "ddp", "none")
 """Values of the argument ``parallel``."""
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """Part of this process in a training on several devices.
+def parallel_of(
+    parallel: str, modules: Sequence[nn.Module], *, trains: bool = True
+) -> tuple[Agreement, torch.device | None]:
+    """Return the agreement with the ranks that train the same model, and the device of this rank.
 
-    Attributes:
-        ranks: agreement with the ranks that train the same model. With several, the model becomes data-parallel.
-        device: device of this rank; None if the user or the launcher chooses the device.
-    """
-
-    ranks: Agreement = ALONE
-    device: torch.device | None = None
-
-
-TRAINS_ALONE = Parallel()
-"""Part of a process that trains a model on its own."""
-
-
-def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = True) -> Parallel:
-    """Return the part of this process in the training. Under ``torchrun``, make the process group if there is none.
+    With several ranks, the model becomes data-parallel. The device is None if user or launcher choose it. Under
+    ``torchrun``, a process group is made if there is none.
 
     Args:
         parallel: argument of ``optimize``.
@@ -79,23 +73,23 @@ def parallel_of(parallel: str, modules: Sequence[nn.Module], *, trains: bool = T
     if parallel == "ddp" and not trains:
         raise ValueError("parallel='ddp' requires a training, got a model in eval mode without an optimizer")
     if parallel == "none" or not trains:
-        return TRAINS_ALONE
+        return ALONE, None
     if not has_group and not process_group.is_launched():
         if parallel == "ddp":
             raise ValueError(
                 "parallel='ddp' requires one process per device, got a single process. "
                 "Start the script with: torchrun --nproc-per-node=gpu train.py"
             )
-        return TRAINS_ALONE
+        return ALONE, None
     device = None
     if not has_group or process_group.is_joined():
         device = process_group.local_device()
         process_group.join(device)
     elif parallel != "ddp":
-        return TRAINS_ALONE
+        return ALONE, None
     if group_size() < 2 or comes_wrapped:
-        return Parallel(device=device)
-    return Parallel(GroupAgreement(process_group.control_group()), device)
+        return ALONE, device
+    return GroupAgreement(process_group.control_group()), device
 
 
 def why_apart(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, loader: Iterable[Any]) -> str:
@@ -154,3 +148,71 @@ def _is_wrapped(root: nn.Module) -> bool:
     """Return True for DDP, FSDP and ``fully_shard``, of the module or of a part, and for distributed parameters."""
     kinds = (kind for module in root.modules() for kind in type(module).__mro__)
     return any(kind.__module__.startswith(_WRAPPERS) for kind in kinds) or any(map(is_distributed, root.parameters()))
+
+
+@contextmanager
+def applies_on_all(ranks: Agreement) -> Iterator[None]:
+    """Run a block that fails if a technique does not apply, and let it fail on all ranks together.
+
+    Raises:
+        NotApplicable: the block failed on some of the ranks.
+    """
+    try:
+        with ranks.attempt():
+            yield
+    except RankFailure as failure:
+        raise NotApplicable(str(failure)) from failure
+
+
+_SAME = (
+    "accumulate",
+    "batch_size",
+    "budget",
+    "deterministic",
+    "expected_steps",
+    "lr_rule",
+    "max_grad_norm",
+    "memory_limit",
+)
+"""Arguments of ``optimize`` that change the trials."""
+
+
+def check_same(ranks: Agreement, request: Request, choices: Choices) -> None:
+    """Reject arguments that differ between ranks, because all ranks must make the same trials.
+
+    Raises:
+        ValueError: an argument differs. The message names it.
+    """
+    if ranks.size == 1:
+        return
+    arguments = {name: repr(getattr(request, name)) for name in _SAME}
+    arguments["plan"] = repr(request.plan == CACHED)
+    arguments["techniques"] = json.dumps(
+        dict(choices.values), sort_keys=True, default=lambda value: type(value).__name__
+    )
+    given = ranks.every(arguments)
+    for name in arguments:
+        values = [each[name] for each in given]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be the same on all ranks, got {shown}. Or pass parallel='none'")
+
+
+def same_candidates(ranks: Agreement, find: Callable[[], Sequence[CandidateT]]) -> Sequence[CandidateT]:
+    """Return the candidates that ``find`` returns on every rank.
+
+    Raises:
+        NotApplicable: the candidates differ, or ``find`` failed on some of the ranks.
+    """
+    with applies_on_all(ranks):
+        found = find()
+    labels = ranks.every([candidate.label for candidate in found])
+    if any(other != labels[0] for other in labels):
+        shown = "; ".join(f"rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(labels))
+        raise NotApplicable(f"ranks have different candidates ({shown})")
+    return found
+
+
+def failure_of(ranks: Agreement, candidate: Candidate) -> str:
+    """Return the reason why a candidate stopped working on a rank; empty while it works on all ranks."""
+    return next(filter(None, ranks.every(candidate.failure)), "")

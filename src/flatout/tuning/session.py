@@ -27,6 +27,7 @@ from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.data.sharding import shards_of
 from flatout.data.slices import sliced, why_not_sliced
+from flatout.distributed.agreement import ALONE, Agreement
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, Measured, NotApplicable, Rule
@@ -37,17 +38,20 @@ from flatout.training.job import Job, JobData
 from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
 from flatout.training.spec import Spec, device_of
-from flatout.tuning import timing
+from flatout.tuning import stopwatch
 from flatout.tuning.bench import Bench
-from flatout.tuning.budget import Budget
-from flatout.tuning.choices import BATCH_SIZE, Choices
-from flatout.tuning.default_budget import MOST_SECONDS, affordable, too_few, why_nothing
+from flatout.tuning.budget import MOST_SECONDS, Budget, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
-from flatout.tuning.lockstep import applies_on_all, check_same
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
-from flatout.tuning.ranks import TRAINS_ALONE, Parallel, is_first_rank, why_apart, why_not_measured
-from flatout.tuning.request import Request
-from flatout.tuning.trial_runner import settle
+from flatout.tuning.ranks import (
+    applies_on_all,
+    check_same,
+    is_first_rank,
+    why_apart,
+    why_not_measured,
+)
+from flatout.tuning.request import BATCH_SIZE, Choices, Request
+from flatout.tuning.trials import settle
 from flatout.tuning.tuner import Tuner
 
 EARLIER = "in an earlier start: "
@@ -74,7 +78,8 @@ class Session:
     Args:
         request: the arguments.
         choices: techniques that are forbidden or forced.
-        parallel: part of this process in a training on several devices.
+        ranks: agreement with the ranks that train the same model.
+        device: device of this rank, or None if the user or the launcher chooses it.
         why_untried: why steps cannot be tried; empty if they can. Then nothing is measured, and no step runs.
         why_not_read: why an earlier session could not read samples out of turn; empty if it could.
         unread: batches that an earlier session has read for the training, or None.
@@ -103,7 +108,8 @@ class Session:
         self,
         request: Request,
         choices: Choices,
-        parallel: Parallel = TRAINS_ALONE,
+        ranks: Agreement = ALONE,
+        device: torch.device | None = None,
         *,
         why_untried: str = "",
         why_not_read: str = "",
@@ -111,17 +117,17 @@ class Session:
     ) -> None:
         self.request = request
         self.choices = choices
-        self._parallel = parallel
+        self._device = device
         self._unread = unread
-        check_same(parallel.ranks, request, choices)
+        check_same(ranks, request, choices)
         loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
         deterministic = request.deterministic or is_reproducible()
         loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
-        self._shards = shards_of(loader) if parallel.ranks.size > 1 else 1
-        self.loader = loader if self._shards > 1 else sliced(loader, parallel.ranks)
+        self._shards = shards_of(loader) if ranks.size > 1 else 1
+        self.loader = loader if self._shards > 1 else sliced(loader, ranks)
         spec = Spec(
             model=request.model,
-            device=device_of(request.model, request.device, parallel.device),
+            device=device_of(request.model, request.device, device),
             optimizer=request.optimizer,
             loss_fn=request.loss_fn,
             compute_loss=request.compute_loss,
@@ -135,7 +141,7 @@ class Session:
             max_grad_norm=request.max_grad_norm,
             deterministic=deterministic,
             reproducible=is_reproducible() and not request.deterministic,
-            ranks=parallel.ranks,
+            ranks=ranks,
         )
         self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
@@ -261,12 +267,13 @@ class Session:
             why: the reason of ``Unrepeatable``.
         """
         if self._fails_to_read:
-            return Session(self.request, self.choices, self._parallel, why_not_read=why)
+            return Session(self.request, self.choices, self.job.spec.ranks, self._device, why_not_read=why)
         data = self.job.data
         return Session(
             self.request,
             self.choices,
-            self._parallel,
+            self.job.spec.ranks,
+            self._device,
             why_untried=why,
             why_not_read=data.why_not_read,
             unread=data.source if isinstance(data.source, ReplayBuffer) else None,
@@ -362,7 +369,7 @@ class Session:
         """Return the seconds of a step, without its loading."""
         self.bench.rewind()
         job = self.job
-        took = timing.seconds(lambda: job.stepper.step(job.data.batches[0]), job.spec.device, job.spec.ranks)
+        took = stopwatch.seconds(lambda: job.stepper.step(job.data.batches[0]), job.spec.device, job.spec.ranks)
         self.bench.rewind()
         return took
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.guards import Guard
+from flatout.guards import Guard, MeanOverSamples
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -23,16 +25,26 @@ from flatout.techniques import (
     PairCandidate,
     StepTechnique,
 )
-from flatout.tuning.acceptance import earns, is_open, rank, ratio, serves, spares, verdict
-from flatout.tuning.bench import TRIAL_SECONDS, Bench
-from flatout.tuning.choices import BATCH_SIZE, Choices
+from flatout.techniques.batch_size import BatchCandidate, largest_batch
+from flatout.tuning.acceptance import ratio
+from flatout.tuning.batch_sizes import SizeTrials, memory_limit, parts_that_fit
+from flatout.tuning.bench import Bench
+from flatout.tuning.costs import exposed_ms
 from flatout.tuning.ledger import Decision
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.lockstep import applies_on_all, same_candidates
-from flatout.tuning.rank_costs import exposed_ms
-from flatout.tuning.size_trials import SizeTrials, parts_that_fit
-from flatout.tuning.trial import KEEP_ABOVE
-from flatout.tuning.trial_runner import attempt, loader_trial, rule_trial, setup_estimate, step_trial, warm_up_forced
+from flatout.tuning.ranks import applies_on_all, same_candidates
+from flatout.tuning.request import BATCH_SIZE, Choices
+from flatout.tuning.stopwatch import LoaderComparison
+from flatout.tuning.trials import (
+    attempt,
+    keep_parts,
+    loader_trial,
+    rule_trial,
+    screening_seconds,
+    setup_estimate,
+    step_trial,
+    together_with,
+    warm_up_forced,
+)
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
@@ -76,38 +88,28 @@ class Tuner:
         return row
 
     def may_try(self, technique: Measured) -> bool:
-        """Return True if the technique applies, no choice decides it, and there is no reason against a trial."""
+        """Return True if a trial with enough time may decide the technique."""
         try:
             self._check_applies(technique)
-            if self._choices.of(technique) is not None or self._why_not_try(technique):
+            if self._choices.of(technique) is not None or self._why_not_worth(technique):
+                return False
+            if self._why_setup_is_too_long(technique):
                 return False
             self._check_assumptions(technique)
         except (NotApplicable, Unsuitable):
             return False
         return True
 
-    def seconds_for(self, technique: Measured) -> float:
-        """Return the estimated seconds to try a technique, or 0 if the technique is decided or no trial may begin.
-
-        The estimate of a long trial is the rest of the budget.
-        """
-        bench = self._bench
-        if bench.budget.seconds == 0 or bench.ledger.is_kept(technique.name) or not self.may_try(technique):
-            return 0.0
-        try:
-            if isinstance(technique, StepTechnique) and technique is not BATCH_SIZE:
-                self._candidates(technique)
-        except (NotApplicable, Unsuitable):
-            return 0.0
-        shortest = self.shortest_trial(technique)
-        longest = setup_estimate(bench, [technique]) + max(TRIAL_SECONDS, bench.fewest_seconds)
-        return min(longest, bench.budget.left) if bench.budget.fits(shortest) else 0.0
-
     def shortest_trial(self, technique: Measured) -> float:
         """Return the estimated seconds of the shortest trial of a technique, with its setup."""
         bench, of_loaders = self._bench, isinstance(technique, LoaderTechnique)
-        shortest = bench.fewest_loader_seconds if of_loaders else bench.fewest_seconds
+        shortest = bench.fewest_loader_seconds if of_loaders else screening_seconds(bench)
         return setup_estimate(bench, [technique]) + shortest
+
+    def seconds_left(self, technique: Measured) -> float:
+        """Return the seconds that are left for a trial of a technique."""
+        budget = self._bench.budget
+        return budget.left_with_race if self._may_replace_race(technique) else budget.left
 
     def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
         """Keep a candidate without a trial, in the tuned loop and in the baseline."""
@@ -129,7 +131,10 @@ class Tuner:
         if choice is False:
             return self._not_tried(technique, f"{self._choices.chooser} does without it")
         self._check_applies(technique)
-        reason = self._why_not_try(technique) if choice is None else ""
+        reason = ""
+        if choice is None:
+            reasons = self._why_not_worth, self._why_no_time, self._why_setup_is_too_long
+            reason = next(filter(None, (why(technique) for why in reasons)), "")
         if reason:
             return self._not_tried(technique, reason)
         self._check_assumptions(technique)
@@ -211,42 +216,49 @@ class Tuner:
         # The warm-up may have settled the candidate's label and value.
         return bench.keep(Decision(replace(row, chosen=candidate.label), "choice", candidate.value, candidate))
 
-    def _why_not_try(self, technique: Measured) -> str:
-        """Return the reason against a trial of an applicable technique; empty if a trial may begin.
+    def _why_not_worth(self, technique: Measured) -> str:
+        """Return the reason against a trial of an applicable technique, even with enough time; empty without one.
 
         Raises:
             NotApplicable: the technique is used only if it is forced.
         """
         if technique.on_request:
             raise NotApplicable(technique.on_request)
-        job, budget, bench = self._bench.job, self._bench.budget, self._bench
-        if budget.seconds == 0:
+        job, bench = self._bench.job, self._bench
+        if bench.budget.seconds == 0:
             return "nothing is measured without a budget"
         if job.spec.deterministic and technique.effect_on(job) != "exact":
             return "deterministic=True: it may change the last bits, so no timing decides about it"
         if isinstance(technique, LoaderTechnique) and not bench.rewindable:
             return "the loader cannot be rewound: trying another in its place would lose samples"
-        left = budget.left_with_race if self._may_replace_race(technique) else budget.left
-        if left == 0:
-            return f"the budget of {budget.seconds:.0f} s was spent before it came to this"
         pace = bench.pace
         if isinstance(technique, StepTechnique) and technique.saves_communication:
             pace = replace(pace, exposed_ms=exposed_ms(bench))
         saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
-        if saving < (KEEP_ABOVE - 1) * pace.total_ms:
+        if saving < bench.acceptance.least_saving * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
-        estimate, shortest = setup_estimate(bench, [technique]), self.shortest_trial(technique)
-        if shortest > left:
-            return (
-                f"a trial takes about {shortest:.0f} s, and {left:.0f} s of the budget of "
-                f"{budget.seconds:.0f} s are left"
-            )
-        could_save = job.data.expected_steps * saving / 1e3
+        return ""
+
+    def _why_setup_is_too_long(self, technique: Measured) -> str:
+        """Return the reason why a technique cannot save the time of its setup; empty if it can."""
+        bench, steps = self._bench, self._bench.job.data.expected_steps
+        saving = bench.ranks.largest([technique.most_saved(bench.job, bench.pace)])[0]
+        estimate, could_save = setup_estimate(bench, [technique]), steps * saving / 1e3
         if could_save < estimate:
             return (
                 f"setting it up takes about {estimate:.0f} s and could save {could_save:.0f} s at the very most "
-                f"in the {job.data.expected_steps:,} steps expected (expected_steps= says otherwise)"
+                f"in the {steps:,} steps expected (expected_steps= says otherwise)"
             )
+        return ""
+
+    def _why_no_time(self, technique: Measured) -> str:
+        """Return the reason why the budget does not allow a trial; empty if it does."""
+        seconds, left = self._bench.budget.seconds, self.seconds_left(technique)
+        shortest = self.shortest_trial(technique)
+        if left == 0:
+            return f"the budget of {seconds:.0f} s was spent before it came to this"
+        if shortest > left:
+            return f"a trial takes about {shortest:.0f} s, and {left:.0f} s of the budget of {seconds:.0f} s are left"
         return ""
 
     def _may_replace_race(self, technique: Measured) -> bool:
@@ -256,39 +268,41 @@ class Tuner:
     # Techniques of the step
 
     def _decide_step(self, technique: StepTechnique) -> Row:
+        """Try a technique, together with a required one that is off, even if that did not pay alone."""
         required = self._required(technique)
-        if required is not None:
-            return self._decide_both(technique, required)
-        bench = self._bench
-        trials, best = self._try_all(self._candidates(technique), technique)
-        row = _with_finding(
-            verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0]), technique, best
-        )
-        if best is None:
-            return bench.ledger.add(Decision(row, is_open=is_open(trials)))
-        return bench.keep(Decision(row, "trial", best[1].value, best[1]))
-
-    def _decide_both(self, technique: StepTechnique, required: StepTechnique) -> Row:
-        """Try a technique together with its required technique, even if the required technique did not pay alone."""
-        job = self._bench.job
+        if required is None:
+            return self._conclude(technique, *self._try_all(self._candidates(technique), technique))
         pairs = [
             PairCandidate(candidate, companion, f"{candidate.label} + {required.title}")
             for candidate in self._candidates(technique)
             for companion in self._candidates(required)
         ]
-        trials, best = self._try_all(pairs, technique, required)
-        row = verdict(technique.row("kept", technique.rationale_on(job)), trials, best and best[0])
-        if best is None:
-            return self._bench.ledger.add(Decision(row, is_open=is_open(trials)))
-        why = f"{required.rationale_on(job)}; tried together with {technique.title}, whose row has the gain of both"
-        return self._keep_pair(best[1], row, required, why)
+        why = f"{required.rationale_on(self._bench.job)}; {together_with(technique)}"
+        return self._conclude(technique, *self._try_all(pairs, technique, required), (required, why))
 
-    def _keep_pair(self, pair: PairCandidate, row: Row, companion: StepTechnique, why: str) -> Row:
-        """Keep both parts of a pair, and return the row of the first part, which has the gain."""
-        first, second = pair.parts
-        row = self._bench.keep(Decision(row, "trial", first.value, first))
-        self._bench.keep(Decision(companion.row("kept", why, second.label), "trial", second.value, second))
-        return row
+    def _conclude(
+        self,
+        technique: StepTechnique,
+        trials: Sequence[Trial],
+        best: tuple[Trial, Candidate] | None,
+        *companions: tuple[StepTechnique, str],
+        is_memory: bool = False,
+    ) -> Row:
+        """Decide a technique by its trials, and return its row.
+
+        Args:
+            technique: the technique.
+            trials: all trials.
+            best: the candidate to keep, with its trial.
+            companions: techniques of the other parts of a pair, with the reasons in their rows.
+            is_memory: True if an undecided technique stays rejected at the next start.
+        """
+        bench, rule = self._bench, self._bench.acceptance
+        row = rule.row(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
+        row = _with_finding(row, technique, best)
+        if best is None:
+            return bench.ledger.add(Decision(row, is_open=not is_memory and rule.is_open(trials)))
+        return keep_parts(bench, row, best[1], *companions)
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
         job, ranks = self._bench.job, self._bench.ranks
@@ -310,7 +324,7 @@ class Tuner:
         self, candidates: Sequence[CandidateT], *techniques: StepTechnique
     ) -> tuple[list[Trial], tuple[Trial, CandidateT] | None]:
         """Return the trials of candidates, and the best candidate to keep with its trial."""
-        bench = self._bench
+        bench, rule = self._bench, self._bench.acceptance
         trials: list[Trial] = []
         best: tuple[Trial, CandidateT] | None = None
         for candidate in candidates:
@@ -318,7 +332,7 @@ class Tuner:
                 break
             trial = attempt(bench, candidate.label, lambda c=candidate: step_trial(bench, c, techniques))  # type: ignore[misc]
             trials.append(trial)
-            if serves(trial) and (best is None or rank(trial) > rank(best[0])):
+            if rule.serves(trial) and (best is None or rule.rank(trial) > rule.rank(best[0])):
                 best = trial, candidate
         bench.rewind()
         for candidate in candidates:
@@ -351,37 +365,35 @@ class Tuner:
         bench.rewind()
         if not pairs:
             raise NothingBetter(failure)
-        trials, best = self._try_all(pairs, technique, BATCH_SIZE)
-        row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
-        if best is None:
-            return bench.ledger.add(Decision(row))
         why = f"{technique.title} makes room for larger parts; its row has the gain"
-        return self._keep_pair(best[1], row, BATCH_SIZE, why)
+        return self._conclude(
+            technique, *self._try_all(pairs, technique, BATCH_SIZE), (BATCH_SIZE, why), is_memory=True
+        )
 
     # Techniques of the loader
 
     def _decide_loader(self, technique: LoaderTechnique) -> Row:
         bench = self._bench
         trials: list[Trial] = []
-        best: tuple[Trial, LoaderCandidate, LoaderComparison] | None = None
+        best: tuple[Trial, LoaderCandidate, tuple[Iterable[Any], LoaderComparison]] | None = None
         candidates = self._loaders_to_try(technique)
         is_sparing = technique.spares(bench.job)
-        suffices = spares if is_sparing else earns
         for candidate in candidates:
             if bench.budget.left == 0 and (trials or not self._may_replace_race(technique)):
                 break
-            found: list[LoaderComparison] = []
+            found: list[tuple[Iterable[Any], LoaderComparison]] = []
             run = partial(loader_trial, bench, candidate, found, has_other_merits=is_sparing)
             trial = attempt(bench, candidate.label, run)
             trials.append(trial)
-            if suffices(trial) and (best is None or ratio(trial) > ratio(best[0])):
+            earns = bench.acceptance.earns(trial, has_other_merits=is_sparing)
+            if earns and (best is None or ratio(trial) > ratio(best[0])):
                 best = trial, candidate, found[0]
         bench.rewind()
-        row = verdict(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
+        row = bench.acceptance.row(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best or (None, candidates[0]))
         if best is None:
-            return bench.ledger.add(Decision(row, is_open=is_open(trials)))
-        bench.use(best[2].new, best[2])
+            return bench.ledger.add(Decision(row, is_open=bench.acceptance.is_open(trials)))
+        bench.use(*best[2])
         return bench.ledger.add(Decision(row, "trial", best[1].value))
 
     def _loaders_to_try(self, technique: LoaderTechnique) -> Sequence[LoaderCandidate]:
@@ -409,3 +421,85 @@ def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> 
     """Return a row with the findings of the search that led to the candidate ``best[1]``."""
     finding = technique.found(best[1]) if best else ""
     return replace(row, why=f"{row.why}; {finding}") if finding else row
+
+
+PARTS_ARE_EQUAL = MeanOverSamples()
+
+
+def apply_batch_size(
+    tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
+) -> None:
+    """Apply the requested batch size, and split batches that do not fit in memory.
+
+    Args:
+        tuner: tuner on ``bench``.
+        bench: the training.
+        choices: techniques that are forbidden or forced.
+        batch_size: argument of ``optimize``, in samples per update if it is a number.
+        checks_memory: True to test with steps whether whole batches fit in memory.
+
+    Raises:
+        ValueError: the batch size cannot be applied.
+        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be computed in parts.
+    """
+    job = bench.job
+    memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
+    for technique in memory_techniques:
+        if choices.of(technique):
+            tuner.decide(technique)
+    if choices.of(BATCH_SIZE):
+        tuner.decide(BATCH_SIZE)
+        return
+    if job.spec.optimizer is None or choices.plan is not None or choices.of(BATCH_SIZE) is False:
+        return
+    if isinstance(batch_size, int):
+        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
+        tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
+    bench.rewind()
+    if not checks_memory:
+        return
+    failure: torch.OutOfMemoryError | None = None
+    try:
+        with bench.ranks.attempt():
+            parts = parts_that_fit(job)
+    except torch.OutOfMemoryError as error:
+        failure = error
+    bench.rewind()
+    if failure is None and parts is not None and (reason := tuner.contradiction(PARTS_ARE_EQUAL)):
+        whole = formatting.size_of(int(memory_limit(job)))
+        failure = torch.OutOfMemoryError(
+            f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
+        )
+    if failure is None:
+        _impose_parts(parts, tuner, bench)
+        return
+    free = [technique for technique in memory_techniques if choices.of(technique) is None]
+    if not any(_fits_with(technique, tuner, bench) for technique in free):
+        raise failure
+
+
+def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> None:
+    """Split batches that do not fit in memory."""
+    if parts is not None:
+        result = bench.job.stepper.micro_batches.result()
+        why = f"whole batches do not fit into memory: they are computed in parts, {result}"
+        tuner.impose(BATCH_SIZE, parts, why)
+
+
+def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
+    """Keep a technique if batches, or parts of batches, fit in memory with it. Return True if it is kept."""
+    try:
+        with bench.ranks.attempt():
+            technique.check(bench.job)
+            candidate = technique.candidates(bench.job)[0]
+            with candidate:
+                parts = parts_that_fit(bench.job)
+    except Exception:  # the model may not allow the change, or not even one sample may fit in memory
+        return False
+    finally:
+        bench.rewind()
+    if parts is not None and tuner.contradiction(PARTS_ARE_EQUAL):
+        return False
+    tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
+    _impose_parts(parts, tuner, bench)
+    return True

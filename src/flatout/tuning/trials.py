@@ -5,30 +5,30 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.core import formatting
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.errors import Unsuitable, free_memory, ran_out_of_memory
-from flatout.report.model import Trial
+from flatout.report.model import Row, Trial
 from flatout.techniques import (
     Candidate,
     LoaderCandidate,
     Measured,
     NotApplicable,
+    PairCandidate,
     StepTechnique,
 )
 from flatout.tuning.acceptance import HOPELESS, saves_bytes
 from flatout.tuning.bench import TRIAL_SECONDS, Bench, off
-from flatout.tuning.loader_loops import LoaderComparison
-from flatout.tuning.loader_timer import LoaderTimer
-from flatout.tuning.lockstep import failure_of
-from flatout.tuning.noise import Pair
-from flatout.tuning.timing import Block, seconds
-from flatout.tuning.trial import FEWEST_UNDECIDED, PairedTrial
-from flatout.tuning.verification import is_verified, verify
+from flatout.tuning.ledger import Decision
+from flatout.tuning.numerics import is_verified, verify
+from flatout.tuning.pairs import Pair, PairedTrial
+from flatout.tuning.ranks import failure_of
+from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, FEWEST_PAIRS
+from flatout.tuning.stopwatch import Block, LoaderComparison, Stopwatch, seconds
 
 HOPELESS_WARM_UP = 2.0
 """Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
@@ -61,19 +61,25 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
     return Trial(label, bench.pace.step_ms, math.nan, None, 0, failure=failure)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Screening:
     """Screening of a candidate: a first pair, and its numerics.
 
     Attributes:
+        techniques: one technique, or the two techniques of a pair.
+        candidate: the candidate.
         pair: a block without and with the candidate.
         trial: record of the screening: the pair, the setup, and the differences in numerics.
         is_apart: True if other candidates were screened between the two blocks.
+        instead_of: the screening whose candidate is on in the first block; None if none is.
     """
 
+    techniques: Sequence[StepTechnique]
+    candidate: Candidate
     pair: Pair
     trial: Trial
     is_apart: bool = False
+    instead_of: Screening | None = None
 
     @property
     def is_hopeless(self) -> bool:
@@ -93,7 +99,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         candidate: a candidate of one technique, or of a pair.
         techniques: the techniques of the candidate. The numerical checks of all of them apply.
     """
-    setup, pair, verification = 0.0, None, None
+    setup, pair, verification, begun = 0.0, None, None, bench.ranks.now()
     has_setup = not all(technique.may_combine(bench.job) for technique in techniques)
     if has_setup or not bench.is_long:
         took, expected = warm_up(bench, candidate), len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3
@@ -110,7 +116,7 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
     paired = PairedTrial(bench.noise, keeps_cpu_time=False, ranks=bench.ranks)
     paired.add(pair)
     timed = replace(paired.record(candidate.label, bench.job.spec.accumulate), setup_seconds=setup)
-    screening = Screening(pair, timed, is_apart)
+    screening = Screening(techniques, candidate, pair, timed, is_apart)
     if screening.is_hopeless:
         return screening
     verification = verification or verify(bench, candidate, techniques)
@@ -122,7 +128,8 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         gradient_difference=by.get("gradients"),
         failure=verification.failure or failure_of(bench.ranks, candidate),
     )
-    return Screening(pair, trial, is_apart)
+    bench.screened = max(0.0, bench.ranks.now() - begun - setup) / bench.update_seconds
+    return replace(screening, trial=trial)
 
 
 def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique]) -> Trial:
@@ -172,14 +179,18 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
 
 
 def loader_trial(
-    bench: Bench, candidate: LoaderCandidate, found: list[LoaderComparison], *, has_other_merits: bool = False
+    bench: Bench,
+    candidate: LoaderCandidate,
+    found: list[tuple[Iterable[Any], LoaderComparison]],
+    *,
+    has_other_merits: bool = False,
 ) -> Trial:
     """Time training from a candidate against training from the present loader.
 
     Args:
         bench: the training.
         candidate: the loader to try.
-        found: receives the comparison, with the loader that ``candidate`` makes.
+        found: receives the loader that ``candidate`` makes, and the comparison.
         has_other_merits: True if being no slower is enough for the candidate.
     """
     job = bench.job
@@ -187,20 +198,40 @@ def loader_trial(
     begun = time.perf_counter()
     made = candidate.make()
     setup = bench.ranks.largest([time.perf_counter() - begun])[0]
-    timers = LoaderTimer(job, job.data.source), LoaderTimer(job, made)
-    with bench.loops(*timers) as (old, new):
+    watches = Stopwatch(job, job.data.source), Stopwatch(job, made)
+    with bench.loops(*watches) as (old, new):
         noise = bench.loader_noise(old)
         paired = PairedTrial(noise, has_other_merits=has_other_merits, ranks=bench.ranks)
         begun = bench.ranks.now()
         # The trial of the only technique that wins can replace the race, so this trial may take the race's time.
         deadlines = bench.budget.deadlines(TRIAL_SECONDS, with_race=not bench.ledger.won)
-        paired.run(old, new, *deadlines, fewest=FEWEST_UNDECIDED, alternates=bench.is_slow)
+        paired.run(old, new, *deadlines, fewest=FEWEST_PAIRS, alternates=bench.is_slow)
         pair_seconds = (bench.ranks.now() - begun) / len(paired.pairs)
-    before, after = (timer.pace for timer in timers)
-    found.append(
-        LoaderComparison(job.data.source, made, before, after, paired.gain, noise.floors["wall"], pair_seconds)
-    )
-    return replace(paired.record(candidate.label, 1), setup_seconds=setup)
+    before, after = (watch.pace for watch in watches)
+    floor = noise.floors["wall"]
+    found.append((made, LoaderComparison(job.data.source, before, after, paired.gain, floor, pair_seconds)))
+    return replace(paired.record(candidate.label, job.spec.accumulate), setup_seconds=setup)
+
+
+def keep_parts(bench: Bench, row: Row, candidate: Candidate, *companions: tuple[StepTechnique, str]) -> Row:
+    """Keep a candidate that won, and return the row of its first technique, which has the gain.
+
+    Args:
+        bench: the training.
+        row: the row of the first technique.
+        candidate: a candidate of one technique, or a pair.
+        companions: the techniques of the other parts of a pair, with the reasons in their rows.
+    """
+    first, *others = candidate.parts if isinstance(candidate, PairCandidate) else (candidate,)
+    row = bench.keep(Decision(row, "trial", first.value, first))
+    for (technique, why), part in zip(companions, others, strict=True):
+        bench.keep(Decision(technique.row("kept", why, part.label), "trial", part.value, part))
+    return row
+
+
+def together_with(technique: StepTechnique) -> str:
+    """Return the reason in the row of a technique that was kept in a pair with this one."""
+    return f"tried together with {technique.title}, whose row has the gain of both"
 
 
 def rule_trial(bench: Bench, candidate: Candidate) -> Trial:
@@ -232,6 +263,15 @@ def setup_estimate(bench: Bench, techniques: Sequence[Measured]) -> float:
     """Return the seconds that candidates of these techniques take before their first timed step."""
     estimates = [technique.setup_estimate(bench.job, bench.pace) for technique in techniques]
     return sum(bench.ranks.largest(estimates))
+
+
+def screening_seconds(bench: Bench, candidates: int = 1) -> float:
+    """Return the seconds to screen candidates, and to time the fewest pairs, without setup.
+
+    The latest screening gives the cost of the next one. The estimate of the first one counts the fewest updates.
+    """
+    updates = 2 * candidates + 1 if bench.screened is None else candidates * bench.screened
+    return updates * bench.update_seconds + FEWEST_FOR_INTERVAL * 2 * bench.block_seconds
 
 
 def _batches_of_each_shape(bench: Bench) -> list[Any]:

@@ -1,67 +1,50 @@
-"""Stage that decides factors together. A factor is a technique that turns on and off in less than a step."""
+"""Combinations of factors, which are tried and decided together.
+
+A factor is a candidate that turns on and off in less than a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 
 from flatout.core.errors import Unsuitable
 from flatout.report.model import Trial
-from flatout.techniques import (
-    Candidate,
-    Measured,
-    NotApplicable,
-    PairCandidate,
-    StepTechnique,
-)
-from flatout.tuning.acceptance import earns, is_open, ratio, saves_memory, verdict
+from flatout.techniques import Candidate, NotApplicable, PairCandidate, StepTechnique
+from flatout.tuning.acceptance import ratio
 from flatout.tuning.bench import Bench
-from flatout.tuning.combination_trials import CombinationTrials, Factor
 from flatout.tuning.ledger import Decision
-from flatout.tuning.lockstep import same_candidates
-from flatout.tuning.trial_runner import Screening, attempt, screen
-from flatout.tuning.tuner import Tuner
-from flatout.tuning.verification import verify
+from flatout.tuning.numerics import verify
+from flatout.tuning.pairs import MOST_PAIRS, difference
+from flatout.tuning.ranks import failure_of, same_candidates
+from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, LATE, Factorial
+from flatout.tuning.stopwatch import Block, Measure
+from flatout.tuning.trials import Screening, attempt, keep_parts, screen, together_with
 
-SHARE = 0.5
+LEAST_SHARE = 0.5
 """Least share of the remaining time for factors, even if the other techniques need more."""
 
-FEWEST_COMBINATIONS = 2
-"""Number of pairs of combinations for which screening leaves time."""
 
-
-def decide_factors(tuner: Tuner, bench: Bench, measured: Iterable[Measured]) -> set[str]:
-    """Decide combinable techniques together, if there are at least two, and return the names of the decided techniques.
+class Combinations:
+    """Trial that decides combinable techniques together.
 
     Each candidate is screened first: it must run, compute the same, and take at most a multiple of a step's time.
-    """
-    combinable = [t for t in measured if isinstance(t, StepTechnique) and t.may_combine(bench.job)]
-    techniques = [technique for technique in combinable if tuner.may_try(technique)]
-    if len(techniques) < 2:
-        return set()
-    left = bench.budget.left
-    stage = _Stage(bench, techniques, bench.ranks.now() + max(SHARE * left, left - bench.budget.later))
-    stage.screen()
-    return stage.decide()
-
-
-class _Stage:
-    """Stage of the factors of one job.
 
     Args:
         bench: the training.
-        techniques: techniques to decide.
-        deadline: ``Agreement.now()`` after which no trial starts.
+        techniques: techniques to decide. A technique that turns out not to apply stays without a decision.
     """
 
-    def __init__(self, bench: Bench, techniques: list[StepTechnique], deadline: float) -> None:
-        self.techniques = techniques
+    def __init__(self, bench: Bench, techniques: Sequence[StepTechnique]) -> None:
+        self.techniques = list(techniques)
         self._bench = bench
-        self._deadline = deadline
+        left = bench.budget.left
+        self._deadline = bench.ranks.now() + max(LEAST_SHARE * left, left - bench.budget.later)
         self._candidates: dict[str, list[Candidate]] = {}
         self._records: dict[str, list[Trial]] = {technique.name: [] for technique in techniques}
-        self._factors: list[Factor] = []
+        self._factors: list[Screening] = []
 
     def screen(self) -> None:
         """Screen each candidate, and pairs with companions, while there is time.
@@ -107,7 +90,7 @@ class _Stage:
 
     def _screen(self, candidate: Candidate, *techniques: StepTechnique) -> None:
         bench, found = self._bench, list[Screening]()
-        if bench.ranks.now() > self._deadline - FEWEST_COMBINATIONS * 2 * bench.block_seconds:
+        if bench.ranks.now() > self._deadline - FEWEST_FOR_INTERVAL * 2 * bench.block_seconds:
             return
 
         def trial() -> Trial:
@@ -117,64 +100,106 @@ class _Stage:
             return replace(found[0].trial, baseline_bytes=bench.memory, candidate_bytes=bench.memory_with(candidate))
 
         record = attempt(bench, candidate.label, trial)
-        if found and not found[0].is_hopeless and not record.failure:
-            pair, earlier = found[0].pair, None
-            if found[0].is_apart and self._factors:
-                earlier = self._factors[-1]
-                pair = (earlier.pair[1], pair[1])
-            self._factors.append(Factor(techniques, candidate, pair, earlier, record))
-        else:
+        if not found or found[0].is_hopeless or record.failure:
             self._records[techniques[0].name].append(record)
+            return
+        factor = replace(found[0], trial=record)
+        if factor.is_apart and self._factors:  # the block before its own is that of the factor before
+            earlier = self._factors[-1]
+            factor = replace(factor, pair=(earlier.pair[1], factor.pair[1]), instead_of=earlier)
+        self._factors.append(factor)
 
-    def decide(self) -> set[str]:
-        """Try combinations, keep the factors that help, and return the names of the decided techniques."""
+    def decide(self) -> None:
+        """Try combinations, and keep the factors that help."""
+        rule = self._bench.acceptance
         if self._factors:
             self._try_combinations()
         for technique in self.techniques:
             if not self._bench.ledger.is_kept(technique.name):
                 row = technique.row("kept", technique.rationale_on(self._bench.job))
                 trials = self._records[technique.name]
-                self._bench.ledger.add(Decision(verdict(row, trials, None), is_open=is_open(trials)))
-        return {technique.name for technique in self.techniques}
+                self._bench.ledger.add(Decision(rule.row(row, trials, None), is_open=rule.is_open(trials)))
 
     def _try_combinations(self) -> None:
         bench, baseline_ms = self._bench, self._bench.pace.step_ms
-        trials = CombinationTrials(bench, self._groups())
-        paying = trials.run(self._deadline)
-        records = {factor: trials.record(factor, baseline_ms) for factor in self._factors}
+        factorial = self._measured()
+        paying = [factor for factor in self._factors if factor in factorial.kept]
+        records = {factor: self._record(factorial, factor, baseline_ms) for factor in self._factors}
         for factor, record in records.items():
-            if _is_free(factor, paying) and saves_memory(record):
+            if _is_free(factor, paying) and bench.acceptance.saves_memory(record):
                 paying.append(factor)
         paying = self._equivalent(paying, records)
         for factor in paying:  # the baseline of each factor is the step with all earlier factors
-            records[factor] = trials.record(factor, baseline_ms)
+            records[factor] = self._record(factorial, factor, baseline_ms)
             baseline_ms = records[factor].candidate_ms
         for factor, record in records.items():
             self._records[factor.techniques[0].name].append(record)
         for factor in paying:
             self._keep(factor, records[factor])
 
-    def _keep(self, factor: Factor, record: Trial) -> None:
+    def _measured(self) -> Factorial[Screening]:
+        """Measure pairs of combinations until every factor is decided or the time is up."""
+        bench = self._bench
+        statistic = bench.noise.statistic(
+            keeps_cpu_time=all(t.keeps_cpu_time for factor in self._factors for t in factor.techniques)
+        )
+        floor, block = bench.noise.floors[statistic], bench.blocks()
+        factorial = Factorial(self._groups(), floor, rule=bench.acceptance, ranks=bench.ranks)
+        for factor in self._factors:
+            others = [] if factor.instead_of is None else [factor.instead_of]
+            factorial.add([factor], others, difference(factor.pair, statistic))
+        bench.rewind()
+
+        for i in range(MOST_PAIRS):
+            if not factorial.open or bench.ranks.now() > self._deadline:
+                break
+            one, other = factorial.combinations()
+            try:
+                with bench.ranks.attempt():
+                    first, second = self._measure(block, one, i), self._measure(block, other, i)
+            except Exception:  # each factor runs alone, so the combination is at fault, and open factors stay undecided
+                break
+            factorial.add(one, other, difference((second, first), statistic))
+        bench.rewind()
+        factorial.close()
+        return factorial
+
+    def _measure(self, block: Measure, on: Collection[Screening], i: int) -> Block:
+        with ExitStack() as stack:
+            for factor in self._factors:
+                if factor in on:
+                    stack.enter_context(factor.candidate)
+            return block(i)
+
+    def _record(self, factorial: Factorial[Screening], factor: Screening, baseline_ms: float) -> Trial:
+        """Return the record of a factor for the report. A step without it takes ``baseline_ms`` milliseconds."""
+        gain = factorial.estimates()[factor].gain(LATE)
+        return replace(
+            factor.trial,
+            baseline_ms=baseline_ms,
+            candidate_ms=baseline_ms / gain.ratio,
+            gain=gain,
+            pairs=factorial.pairs_of(factor),
+            failure=failure_of(self._bench.ranks, factor.candidate),
+        )
+
+    def _keep(self, factor: Screening, record: Trial) -> None:
         """Keep a factor. The companion's row in a pair refers to the technique's row."""
         bench, (technique, *companions) = self._bench, factor.techniques
-        parts = factor.candidate.parts if isinstance(factor.candidate, PairCandidate) else (factor.candidate,)
         why = technique.rationale_on(bench.job)
-        if companions and not any(map(earns, self._alone(technique))):
+        if companions and not any(map(bench.acceptance.earns, self._alone(technique))):
             why = f"{why}; it pays in the company of {companions[0].title} alone"
-        row = verdict(technique.row("kept", why), self._records[technique.name], record)
-        bench.keep(Decision(row, "trial", parts[0].value, parts[0]))
-        for companion, part in zip(companions, parts[1:], strict=True):
-            why = companion.rationale_on(bench.job)
-            why = f"{why}; tried together with {technique.title}, whose row has the gain of both"
-            bench.keep(Decision(companion.row("kept", why, part.label), "trial", part.value, part))
+        row = bench.acceptance.row(technique.row("kept", why), self._records[technique.name], record)
+        others = [(other, f"{other.rationale_on(bench.job)}; {together_with(technique)}") for other in companions]
+        keep_parts(bench, row, factor.candidate, *others)
 
     def _alone(self, technique: StepTechnique) -> list[Trial]:
         labels = {candidate.label for candidate in self._candidates[technique.name]}
         return [record for record in self._records[technique.name] if record.candidate in labels]
 
-    def _groups(self) -> list[list[Factor]]:
+    def _groups(self) -> list[list[Screening]]:
         """Return alternatives: factors of one technique, of companions, and of techniques that exclude each other."""
-        groups: dict[str, list[Factor]] = {}
+        groups: dict[str, list[Screening]] = {}
         group_of: dict[str, str] = {}
         for technique in self.techniques:
             group = group_of.get(technique.alternative_to, group_of.get(technique.name, technique.name))
@@ -184,7 +209,7 @@ class _Stage:
             groups.setdefault(group_of[factor.techniques[0].name], []).append(factor)
         return list(groups.values())
 
-    def _equivalent(self, paying: list[Factor], records: Mapping[Factor, Trial]) -> list[Factor]:
+    def _equivalent(self, paying: list[Screening], records: Mapping[Screening, Trial]) -> list[Screening]:
         """Remove factors, the smallest gain first, until the rest together computes the same as the baseline."""
         while len(paying) > 1:
             together = reduce(lambda a, b: PairCandidate(a, b, ""), [factor.candidate for factor in paying])
@@ -203,7 +228,7 @@ class _Stage:
             return False
 
 
-def _is_free(factor: Factor, paying: list[Factor]) -> bool:
+def _is_free(factor: Screening, paying: list[Screening]) -> bool:
     """Return True if no paying factor has a technique of this one."""
     taken = {technique.name for other in paying for technique in other.techniques}
     return all(technique.name not in taken for technique in factor.techniques)

@@ -1,45 +1,89 @@
-"""Paired trials: a candidate and the baseline in turns, until the pairs show which is faster."""
+"""Noise of a machine, and paired trials: a candidate and the baseline in turns until the pairs decide."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
-from flatout.tuning.noise import Noise, Pair, difference
-from flatout.tuning.sequence import GainSequence
-from flatout.tuning.timing import Block
+from flatout.tuning.acceptance import Acceptance, Verdict
+from flatout.tuning.statistics import FEWEST_PAIRS, UNKNOWN_NOISE, GainSequence, NoiseFloor
+from flatout.tuning.stopwatch import Block, Measure
 
-KEEP_ABOVE = 1.01
-"""Speed above which a candidate is kept. Effects of memory layout of up to 1 % do not last until the next start."""
+MUCH_QUIETER = 0.8
+"""Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""
 
-DROP_BELOW = 1.03
-"""Speed below which a candidate is not worth more pairs."""
+Pair = tuple[Block, Block]
+"""Neighboring blocks of the baseline and of the candidate."""
 
-NO_SLOWER = 0.98
-"""Speed above which a candidate counts as no slower."""
 
-FEWEST_UNDECIDED = 3
-"""Number of pairs from which a trial may end undecided at its soft deadline.
+def pairs_of(blocks: Sequence[Block]) -> list[Pair]:
+    """Return the pairs of blocks that follow each other. Each block is in one pair at most."""
+    return list(zip(blocks[::2], blocks[1::2], strict=False))
 
-In moderate noise, three pairs show a gain of a factor of two.
-"""
+
+def difference(pair: Pair, statistic: Statistic) -> float:
+    """Return the log ratio of baseline time to candidate time."""
+    baseline, candidate = pair
+    return math.log(baseline.time(statistic) / candidate.time(statistic))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise floor of a training for each statistic.
+
+    Attributes:
+        floors: spread of pairs of the baseline with itself, by the statistics that measure the work of an update. CPU
+            time requires a training on the CPU with one intra-op thread, because idle OpenMP threads spin. It also
+            requires that at least half of the blocks never waited.
+        mean: spread of the mean wall time. A race compares blocks of any length by this time.
+    """
+
+    floors: Mapping[Statistic, NoiseFloor]
+    mean: NoiseFloor = UNKNOWN_NOISE
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], *, one_thread: bool) -> Noise:
+        """Return the noise of pairs of the baseline with itself.
+
+        Args:
+            pairs: neighboring blocks of the baseline.
+            one_thread: True for a training on the CPU with one intra-op thread.
+        """
+        blocks = [block for pair in pairs for block in pair]
+        running = sum(block.sleeps == 0 and block.cpu > 0 for block in blocks)
+        counts = one_thread and 2 * running >= len(blocks) and all(block.cpu > 0 for block in blocks)
+        statistics: tuple[Statistic, ...] = ("wall", "cpu") if counts else ("wall",)
+        floors = {each: NoiseFloor.of([difference(pair, each) for pair in pairs]) for each in statistics}
+        return cls(floors, NoiseFloor.of([math.log(old.mean / new.mean) for old, new in pairs]))
+
+    @property
+    def cpu_counts(self) -> bool:
+        """True if CPU time measures the work of an update."""
+        return "cpu" in self.floors
+
+    def statistic(self, *, keeps_cpu_time: bool) -> Statistic:
+        """Return "cpu" if CPU time is comparable and much less noisy than wall time, else "wall".
+
+        Args:
+            keeps_cpu_time: True if the candidate changes no threads, processes or waits, so that its CPU time is
+                comparable with the baseline's.
+        """
+        if not (self.cpu_counts and keeps_cpu_time):
+            return "wall"
+        return "cpu" if self.floors["cpu"].scale < MUCH_QUIETER * self.floors["wall"].scale else "wall"
+
 
 MOST_PAIRS = 200
 """Number of pairs after which a trial ends undecided."""
 
 _seeds = itertools.count()
 """Seeds of the random orders."""
-
-Verdict = Literal["faster", "not faster", "undecided"]
-
-Measure = Callable[[int], Block]
-"""Function that measures block ``i`` with one configuration."""
 
 
 def measure_pairs(
@@ -86,11 +130,12 @@ class PairedTrial:
         has_other_merits: bool = False,
         ranks: Agreement = ALONE,
     ) -> None:
-        self._keep_above, self._drop_below = (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
         self.statistic: Statistic = noise.statistic(keeps_cpu_time=keeps_cpu_time)
         self.pairs: list[Pair] = []
         self._ranks = ranks
-        self._sequence = GainSequence(noise.floors[self.statistic])
+        floor = noise.floors[self.statistic]
+        self._sequence = GainSequence(floor)
+        self._rule, self._has_other_merits = Acceptance(floor.scale), has_other_merits
 
     def add(self, pair: Pair) -> None:
         """Add neighboring blocks of the baseline and of the candidate."""
@@ -125,7 +170,7 @@ class PairedTrial:
             pair_seconds = (now - begun) / (len(self.pairs) - earlier)
             if self.verdict != "undecided" or (now > hard and len(self.pairs) >= fewest):
                 break
-            if now > soft and len(self.pairs) >= FEWEST_UNDECIDED and now + self._pairs_missing * pair_seconds > hard:
+            if now > soft and len(self.pairs) >= FEWEST_PAIRS and now + self._pairs_missing * pair_seconds > hard:
                 break
 
     @property
@@ -133,7 +178,8 @@ class PairedTrial:
         """Number of pairs until the verdict, if the next pairs are like those so far."""
         low, high = self._sequence.interval
         mean = self._sequence.mean
-        margin = max(mean - math.log(self._keep_above), math.log(self._drop_below) - mean)
+        keep_above, drop_below = self._rule.limits(has_other_merits=self._has_other_merits)
+        margin = max(mean - math.log(keep_above), math.log(drop_below) - mean)
         return len(self.pairs) * (((high - low) / 2 / margin) ** 2 - 1)
 
     @property
@@ -144,11 +190,8 @@ class PairedTrial:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict of the pairs so far. "faster" means fast enough to keep, "not faster" means not worth more pairs."""
-        gain = self.gain
-        if gain.low > self._keep_above:
-            return "faster"
-        return "not faster" if gain.high < self._drop_below else "undecided"
+        """Verdict of the pairs so far."""
+        return self._rule.verdict(self.gain, has_other_merits=self._has_other_merits)
 
     def record(self, label: str, steps: int) -> Trial:
         """Return the record of at least one pair for the report.

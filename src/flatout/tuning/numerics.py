@@ -1,22 +1,29 @@
-"""Equivalence of a candidate and the baseline: outputs, gradients and losses of a short run."""
+"""Numerics of a candidate against the baseline's: outputs, gradients and losses of a short run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from flatout.distributed.agreement import Agreement
+from flatout.techniques import Candidate, StepTechnique
 from flatout.training.stepper import PhaseOf, as_range
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype, floats_of
-from flatout.tuning.timing import Block, timed_block
+from flatout.tuning.bench import Bench
+from flatout.tuning.pairs import Pair
+from flatout.tuning.stopwatch import Block, timed_block
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
+
 
 UPDATES = 8
 """Number of updates whose losses are compared."""
@@ -263,3 +270,164 @@ def _trainable(job: Job) -> dict[str, Tensor]:
 
 def _share(value: float) -> str:
     return f"{value:.1%}" if value >= 0.001 else f"{value:.1e}"
+
+
+_NARROW = torch.float16, torch.bfloat16
+
+_FUSED = "attention", "rnn"
+"""Parts of the names of operators that draw inside of a kernel for one dtype."""
+
+
+class SameDraws(TorchDispatchMode):
+    """Dispatch mode in which random operators work on contiguous float32 copies of their arguments.
+
+    torch draws in the order of memory, so the same seed gives an activation in channels_last another dropout mask. On a
+    GPU, a kernel for 16-bit numbers assigns random numbers to elements in another way than a kernel for float32. Under
+    this mode, an activation gets the same mask in all these forms. The mode cannot reach the random numbers that
+    compiled code, attention and recurrent layers draw inside of their kernels.
+
+    Attributes:
+        drew: True after the model has drawn random numbers, if all of them were drawn under the mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drew_here = self._drew_elsewhere = False
+
+    @property
+    def drew(self) -> bool:
+        return self._drew_here and not self._drew_elsewhere
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **keywords)
+        if any(part in func._schema.name for part in _FUSED):
+            self._drew_elsewhere |= _drops(func, args, keywords)
+            return func(*args, **keywords)
+        self._drew_here = True
+        wide = [_wide(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        dtype = keywords.get("dtype") or next((arg.dtype for arg in args if isinstance(arg, Tensor)), None)
+        if keywords.get("dtype") in _NARROW:
+            keywords = {**keywords, "dtype": torch.float32}
+        result = func(*wide, **keywords)
+        for given, copy, argument in zip(args, wide, func._schema.arguments, strict=False):
+            if given is not copy and argument.is_write:
+                given.copy_(copy)  # torch returns the argument and ignores the mode's result
+        if dtype not in _NARROW:
+            return result
+        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype is torch.float32 else t, result)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor.float() if tensor.dtype in _NARROW else tensor
+
+
+def _drops(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Return True if an operator is called with a dropout probability above 0."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | keywords
+    return any(bool(value) for name, value in named.items() if name in ("dropout", "dropout_p"))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of a verification.
+
+    Attributes:
+        differences: differences of outputs, gradients and losses. Empty if the candidate was too slow to finish, or if
+            the job has nothing to compare.
+        pair: the last update without and with the candidate; None without updates.
+        broken: assumption of a technique that the steps so far contradict; empty if there is none.
+    """
+
+    differences: list[Difference]
+    pair: Pair | None
+    broken: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Text about the broken assumption, or about differences above their limits; empty if there are none."""
+        return self.broken or "; ".join(str(difference) for difference in self.differences if difference.fails)
+
+
+def is_verified(candidate: Candidate, techniques: Sequence[StepTechnique]) -> bool:
+    """Return True if a candidate's numerics are compared. Steps with another number of samples have other outputs."""
+    return any(technique.is_verified for technique in techniques) and candidate.scale == 1.0
+
+
+def verify(
+    bench: Bench, candidate: Candidate, techniques: Sequence[StepTechnique], limit: float = math.inf
+) -> Verification:
+    """Compare a candidate's outputs, gradients and losses with the baseline's.
+
+    Args:
+        bench: the training.
+        candidate: a candidate of one technique, or of several.
+        techniques: the techniques of the candidate. The checks of all of them apply.
+        limit: seconds of an update with the candidate after which the comparison ends without a result.
+    """
+    if not is_verified(candidate, techniques):
+        return Verification([], None)
+    job, ranks, evaluation = bench.job, bench.ranks, any(t.checks_evaluation for t in techniques)
+    batches = job.data.batches[: job.spec.accumulate] if bench.is_long else job.data.batches
+    updates = FEWEST_UPDATES if bench.is_long else UPDATES
+    draws_other_numbers = any(t.effect_on(job) == "reseeded" for t in techniques)
+    changes_activations = draws_other_numbers and any(t.changes_activations for t in techniques)
+    bench.rewind()
+    reads_updates = updates_have_gradients(job)
+    with candidate:
+        reads_updates = reads_updates and updates_have_gradients(job)
+
+    def seen(draws: SameDraws | None = None, limit: float = math.inf) -> Observed:
+        with draws or (SameDraws() if changes_activations else nullcontext()):
+            return observe(
+                job, batches, evaluation=evaluation, updates=updates, reads_updates=reads_updates, limit=limit
+            )
+
+    baseline = bench.baseline_results((evaluation, changes_activations, reads_updates), seen)
+    draws = SameDraws() if changes_activations else None
+    bench.rewind()
+    with candidate:
+        observed = seen(draws, limit)
+    pair = (baseline.blocks[-1], observed.blocks[-1]) if baseline.blocks else None
+    if len(observed.blocks) < len(baseline.blocks):
+        return Verification([], pair)
+    found = _largest(ranks, compare(baseline, observed))
+    if any(d.fails for d in found if d.what != "losses"):
+        bench.rewind()
+        nudge(job.spec.model, observed.dtype)
+        nudged = _largest(ranks, compare(baseline, seen()))
+        found = [d if d.what == "losses" else _allow(d, LEEWAY * n.by) for d, n in zip(found, nudged, strict=True)]
+    drew_the_same = draws is not None and ranks.all_hold(draws.drew)
+    if draws_other_numbers and not drew_the_same and any(d.fails for d in found):
+        bench.rewind()
+        torch.manual_seed(torch.initial_seed() + 1)
+        redrawn = _largest(ranks, compare(baseline, seen()))
+        found = [_allow(d, 2 * r.by) for d, r in zip(found, redrawn, strict=True)]
+    return Verification(found, pair, _broken(bench, techniques))
+
+
+def _broken(bench: Bench, techniques: Sequence[StepTechnique]) -> str:
+    """Return the first assumption of some techniques that the steps of all ranks so far contradict."""
+    guards = [guard for technique in techniques for guard in technique.assumes if guard.is_observed]
+    seen = [guard.reason(found) for guard in guards if (found := guard.contradiction(bench.job))]
+    return next((reason for of_rank in bench.ranks.every(seen) for reason in of_rank), "") if guards else ""
+
+
+def _largest(ranks: Agreement, found: list[Difference]) -> list[Difference]:
+    """Return each difference on the rank where it is largest."""
+    return [replace(d, by=by) for d, by in zip(found, ranks.largest([d.by for d in found]), strict=True)]
+
+
+def _allow(difference: Difference, much: float) -> Difference:
+    return replace(difference, allowed=max(difference.allowed, much))
