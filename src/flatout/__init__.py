@@ -5,9 +5,7 @@ checklist on the user's own step. Techniques that help are kept, and all others 
 explains the decisions.
 """
 
-import logging  # noqa: I001  (native stays before the other modules)
-
-from flatout import native  # noqa: F401  (imported first, because it rejects a torch that is too old)
+from flatout import native  # noqa: F401, I001  (imported first, because it rejects a torch that is too old)
 from flatout import amp, data, mfu, optim
 from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
@@ -16,6 +14,7 @@ from flatout.plan import Plan
 from flatout.report import Report
 from flatout.core.deprecated import old_names
 from flatout.core.reproducible import reproducible
+from flatout.core.standard_error import show_log
 from flatout.core.version import __version__
 from flatout.run import Run, report_of, undo
 from flatout import integrations, monitor, profile, report, testing
@@ -42,7 +41,6 @@ __all__ = [
     "undo",
 ]
 
-# Without a handler, Python would print a library's warnings.
-logging.getLogger("flatout").addHandler(logging.NullHandler())
+show_log()
 
 __getattr__ = old_names("flatout", {"DamagedCheckpoint": CorruptCheckpointError})

@@ -1,7 +1,11 @@
-"""Lines for the user on stderr, which leave stdout to the script, and the setting ``FLATOUT_PROGRESS``."""
+"""Lines on stderr, which leave stdout to the script: for the user, and the log of decisions.
+
+``FLATOUT_PROGRESS`` and ``FLATOUT_LOG`` choose them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -18,7 +22,27 @@ def say(text: str) -> None:
         return
 
 
+def show_log() -> None:
+    """Show flatout's log on stderr, from the level that ``FLATOUT_LOG`` names. Without the variable, show nothing.
+
+    ``info`` shows each decision with its interval and time. ``debug`` also shows each noise floor, pair and verdict.
+    """
+    log, wanted = logging.getLogger("flatout"), os.environ.get(LOG_VARIABLE, "").strip()
+    log.addHandler(logging.NullHandler())  # without a handler, Python would print a library's warnings
+    if not wanted:
+        return
+    level = logging.getLevelName(wanted.upper())
+    if not isinstance(level, int):
+        say(f"{LOG_VARIABLE} must be debug, info, warning or error, got {wanted!r}: there is no log")
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level)
+
+
 VARIABLE = "FLATOUT_PROGRESS"
+LOG_VARIABLE = "FLATOUT_LOG"
 
 
 def wants_progress() -> bool | None:

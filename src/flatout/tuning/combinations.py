@@ -5,6 +5,8 @@ A factor is a candidate that turns on and off in less than a step.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +24,8 @@ from flatout.tuning.ranks import failure_of, same_candidates
 from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, LATE, Factorial
 from flatout.tuning.stopwatch import Block, Measure
 from flatout.tuning.trials import Screening, attempt, keep_parts, screen, together_with
+
+_log = logging.getLogger("flatout.tuning")
 
 LEAST_SHARE = 0.5
 """Least share of the remaining time for factors, even if the other techniques need more."""
@@ -159,7 +163,14 @@ class Combinations:
                     first, second = self._measure(block, one, i), self._measure(block, other, i)
             except Exception:  # each factor runs alone, so the combination is at fault, and open factors stay undecided
                 break
-            factorial.add(one, other, difference((second, first), statistic))
+            gain = difference((second, first), statistic)
+            factorial.add(one, other, gain)
+            if _log.isEnabledFor(logging.DEBUG):
+                names = [" + ".join(factor.candidate.label for factor in each) or "none" for each in (one, other)]
+                _log.debug("pair %d: %s against %s, speed %.3f", i + 1, *names, math.exp(gain))
+                for factor, estimate in factorial.estimates().items():
+                    speed = estimate.gain(LATE)
+                    _log.debug("  %s: %.3f (%.3f to %.3f)", factor.candidate.label, speed.ratio, speed.low, speed.high)
         bench.rewind()
         factorial.close()
         return factorial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,8 @@ from flatout.tuning.ranks import failure_of
 from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, FEWEST_PAIRS
 from flatout.tuning.stopwatch import Block, LoaderComparison, Stopwatch, seconds
 
+_log = logging.getLogger("flatout.tuning")
+
 HOPELESS_WARM_UP = 2.0
 """Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
 
@@ -44,6 +47,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
     Raises:
         NotApplicable: the trial found that its technique does not apply.
     """
+    _log.debug("trial of %s", label)
     try:
         with bench.progress.candidate(label), bench.ranks.attempt():
             return trial()
@@ -55,6 +59,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         failure = formatting.first_line(error)
         if ran_out_of_memory(error):
             failure = f"it ran out of memory: {failure}"
+    _log.debug("trial of %s failed: %s", label, failure)
     # Here the error is freed, and with it the frames that hold the trial's tensors.
     bench.rewind()
     free_memory(bench.job.spec.device)
