@@ -64,12 +64,12 @@ def _part(part: Part, css: str = "") -> str:
 
 
 def _line(part: Part) -> str:
-    """Return a line of a cell."""
-    return f'<div class="{part[1]}">{_text(part[0])}</div>' if _is_plain(part) else f"<div>{_part(part)}</div>"
-
-
-def _is_plain(part: Part) -> bool:
-    return isinstance(part, tuple) and part[1] not in {"code", *_STATUSES}
+    """Return a line of a cell. Spaces before the text indent the line."""
+    text, style = (part, "") if isinstance(part, str) else part
+    if style in {"code", *_STATUSES}:
+        return f"<div>{_part(part)}</div>"
+    indent = "\u00a0" * (len(text) - len(text.lstrip()))
+    return f'<div class="{style}">{indent}{_text(text)}</div>'
 
 
 def _css() -> str:
@@ -81,7 +81,7 @@ def _note(note: Note) -> str:
         return "".join(f"<pre>{_text(str(part), is_verbatim=True)}</pre>" for part in note.parts)
     tag = {"headline": "h1", "title": "h2"}.get(note.style, "p")
     text = escape(note.gap).join(_part(part, "fact" * bool(note.gap)) for part in note.parts)
-    label = f'<span class="label">{_text(note.label)}</span>' if note.label.strip() else ""
+    label = f'<span class="label">{_text(note.label)}</span>' if note.label else ""
     return f'<{tag} class="{note.style}">{label}{text}</{tag}>'
 
 

@@ -49,7 +49,7 @@ _FIGURES: tuple[tuple[str, Callable[[Pace], float | None], Callable[[float], str
 
 def receipt(summary: Summary) -> Iterator[Block]:
     """Yield the blocks of one screen, with the technique names of ``optimize(techniques=...)``."""
-    yield _headline(summary)
+    yield Note(headline(summary), "headline")
     yield Note([*_rates(summary), in_use(summary)], label=" ", gap=" · ")
     timed = [row for row in summary.in_use if row not in summary.rules]
     rows = [*_receipt_rows("in use", timed), *_receipt_rows("tried", _of(summary, "rejected"))]
@@ -79,7 +79,9 @@ def full(summary: Summary, title: str = "") -> Iterator[Block]:
         summary: the report.
         title: name of the tuned module, in a report on several modules.
     """
-    yield _headline(summary, title)
+    factor, rest = _result(summary)
+    shown: list[Part] = [(factor, "factor"), rest] if factor else [rest if title else formatting.capital(rest)]
+    yield Note([f"{title}: ", *shown] if title else shown, "headline")
     if _rates(summary):
         yield Note(_rates(summary), "lead", gap=" · ")
     tally = Counter("rule" if row in summary.rules else row.status for row in summary.rows)
@@ -94,10 +96,10 @@ def full(summary: Summary, title: str = "") -> Iterator[Block]:
     reasons: dict[str, list[Part]] = {}
     for row in _of(summary, "not applicable"):
         reasons.setdefault(row.why, []).append((row.title, "quiet"))
-    shown = [row for row in summary.rows if row.status != "not applicable"]
-    if shown:
+    listed = [row for row in summary.rows if row.status != "not applicable"]
+    if listed:
         yield Note("The checklist", "title")
-        yield _checklist(shown, summary.rules)
+        yield _checklist(listed, summary.rules)
     if reasons:
         folded = f"{formatting.counted(tally['not applicable'], 'technique')} not applicable here"
         rows: list[list[Cell]] = [[names, (reason, "why")] for reason, names in reasons.items()]
@@ -124,12 +126,6 @@ def in_use(summary: Summary) -> str:
     """Return the number of techniques in use. Rules are no techniques, because nothing decides on them."""
     rules = len(summary.rules)
     return f"{len(summary.in_use) - rules} of {len(summary.rows) - rules} techniques in use"
-
-
-def _headline(summary: Summary, title: str = "") -> Note:
-    factor, rest = _result(summary)
-    parts: list[Part] = [(factor, "factor"), rest] if factor else [rest]
-    return Note([f"{title}: ", *parts] if title else parts, "headline")
 
 
 def _rates(summary: Summary) -> list[str]:
