@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.keywords import OTHER_NAMES as KEYWORDS
+from flatout.arguments import OTHER_NAMES as KEYWORDS
 from flatout.tuning.request import choices_of, precision_of
 from tests.helpers import snapshot
 from tests.jobs import Net, make_data

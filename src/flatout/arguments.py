@@ -1,21 +1,26 @@
-"""Checks of the arguments of ``flatout.optimize``, before anything changes."""
+"""Checks of the arguments of ``flatout.optimize``, before anything changes. Errors show what to write instead."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
 
-from flatout.argument_types import check_types
 from flatout.core.reproducible import check_seed
+from flatout.data.loaders import check_reiterable
 from flatout.plan import Plan
+from flatout.techniques import REGISTRY
 from flatout.training.learning_rate import LR_RULES
 from flatout.tuning.ranks import PARALLEL
 from flatout.tuning.request import BATCH_SIZE, Choices, Request, choices_of, planned, precision_of
@@ -219,3 +224,135 @@ def check_batch_size(batch_size: Any, lr_rule: str, accumulate: int, asked: Mapp
         raise ValueError(
             f"techniques[{BATCH_SIZE.name!r}] and batch_size={batch_size!r} decide about the same. Give only one"
         )
+
+
+def check_types(request: Request) -> None:
+    """Reject objects of the wrong type, and classes in place of their instances.
+
+    Raises:
+        TypeError: an object is of the wrong type.
+        ValueError: ``loss_fn`` and ``compute_loss`` are both given.
+    """
+    r = request
+    _check_model(r.model)
+    _check_loader(r.loader)
+    if r.optimizer is not None:
+        _check_optimizer(r.optimizer)
+    for name in ("loss_fn", "compute_loss", "loss_weight"):
+        _check_function(name, getattr(r, name))
+    if r.loss_fn is not None and r.compute_loss is not None:
+        raise ValueError("loss_fn must be None where compute_loss is given, got both. Give one, not both")
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    fix = ""
+    if isinstance(model, (Sequence, Mapping)) and not isinstance(model, str):
+        fix = (
+            ". Keep the loop of several models: run `flatout run train.py`, or tune each model in it, "
+            "`model, loader = flatout.optimize(model, loader)`"
+        )
+    elif isinstance(model, type):
+        fix = f". Call the class: model = {model.__name__}(...)"
+    raise TypeError(f"model must be a torch.nn.Module, got {_kind(model)}{fix}")
+
+
+def _check_loader(loader: Any) -> None:
+    if isinstance(loader, torch.optim.Optimizer):
+        fix = ". Give the loader before the optimizer: flatout.optimize(model, loader, optimizer)"
+    elif isinstance(loader, Iterable):
+        return check_reiterable(loader)
+    elif isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
+        fix = ". Make batches: loader = torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True)"
+    else:
+        fix = ""
+    raise TypeError(f"loader must be an iterable of batches, got {_kind(loader)}{fix}")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return
+    name = optimizer.__name__ if _is_class(optimizer, torch.optim.Optimizer) else "AdamW"
+    fix = f"Write optimizer = torch.optim.{name}(model.parameters(), lr=1e-3)"
+    if isinstance(optimizer, (Sequence, Mapping)) and not isinstance(optimizer, str):
+        fix = (
+            "Keep the loop of several optimizers: run `flatout run train.py`, or leave them out, "
+            "`model, loader = flatout.optimize(model, loader)`"
+        )
+    raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {_kind(optimizer)}. {fix}")
+
+
+def _check_function(name: str, function: Any) -> None:
+    if _is_class(function, nn.Module):
+        line = f"{name} = {function.__name__}()"
+        raise TypeError(f"{name} must be callable with a batch, got {_kind(function)}. Call the class: {line}")
+    if function is not None and not callable(function):
+        raise TypeError(f"{name} must be callable, got {_kind(function)}")
+
+
+def _is_class(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _kind(value: Any) -> str:
+    """Return a description of a value, such as ``the class AdamW``, ``a list of 2``, or the name of its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OTHER_NAMES = {
+    "accumulate=4": (
+        "gradient_accumulation_steps",
+        "gradient_accumulation",
+        "accumulate_grad_batches",
+        "accumulation_steps",
+        "grad_accum",
+    ),
+    "batch_size=256": ("batch", "bs", "train_batch_size", "per_device_train_batch_size", "global_batch_size"),
+    "budget=60": ("timeout", "time_limit", "time_budget", "max_seconds"),
+    "device='cuda'": ("gpu", "gpus", "cuda", "accelerator"),
+    "expected_steps=10 * len(loader)": ("epochs", "num_epochs", "max_epochs", "max_steps", "total_steps", "num_steps"),
+    "loader=loader": ("dataset", "data", "dataloader", "data_loader", "train_loader", "train_dataloader"),
+    "loss_fn=torch.nn.functional.cross_entropy": ("loss", "criterion", "loss_function", "loss_func"),
+    "max_grad_norm=1.0": ("gradient_clip_val", "gradient_clipping", "clip_grad_norm", "clip_grad", "grad_clip"),
+    "memory_limit=8 * 2**30": ("memory", "max_memory"),
+    "optimizer=optimizer": ("opt", "optim", "optimizers"),
+    "precision='bf16'": ("amp", "mixed_precision", "autocast", "amp_dtype", "dtype", "fp16", "bf16"),
+    "scheduler=scheduler": ("lr_scheduler", "schedulers"),
+    "seed=0": ("random_seed", "manual_seed"),
+    "techniques={'workers': 4}": ("num_workers", "dataloader_num_workers"),
+    "techniques={'compile': True}": ("torch_compile",),
+}
+"""Names of the same arguments in other libraries, by the code to write instead."""
+
+
+def explains_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, with an error for unknown keywords that shows the argument to write instead."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise TypeError(f"{function.__name__}() has no argument {name!r}. {_instead(name, value, known)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _instead(name: str, value: object, known: tuple[str, ...]) -> str:
+    """Return a sentence with the code to write in place of an unknown keyword and its value."""
+    for code, names in OTHER_NAMES.items():
+        if name in names and code.partition("=")[0] in known:
+            return f"Write {code}"
+    if any(name == technique.name for technique in REGISTRY):
+        return f"Write techniques={{{name!r}: {value!r}}}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]}=?" if close else f"Choose from {', '.join(known)}"

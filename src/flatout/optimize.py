@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.arguments import budget_of, validate
+from flatout.arguments import budget_of, explains_keywords, validate
 from flatout.core.effects import Unrepeatable
 from flatout.core.machine import environment_of
 from flatout.core.reproducible import seed_all
 from flatout.distributed.agreement import OwnError
-from flatout.keywords import explains_keywords
 from flatout.plan import CACHED, Plan
 from flatout.report import Report
 from flatout.report.model import Row, Summary

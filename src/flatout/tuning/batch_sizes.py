@@ -20,8 +20,7 @@ from flatout.core.machine import available_memory, local_ranks
 from flatout.data.loaders import length_of
 from flatout.distributed.process_group import group_size
 from flatout.techniques.batch_size import BatchCandidate, largest_batch, size_of
-from flatout.training.batch_size_change import BatchSizeChange
-from flatout.training.learning_rate import ScaledSchedule
+from flatout.training.learning_rate import BatchSizeChange, ScaledSchedule
 from flatout.training.micro_batches import part_sizes
 from flatout.tuning.bench import Bench
 from flatout.tuning.request import BATCH_SIZE
