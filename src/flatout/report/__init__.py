@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from flatout.core.machine import environment_of
 from flatout.report import model, wording
 from flatout.report.comparison import Comparison, compare
 from flatout.report.document import Block
@@ -24,6 +25,7 @@ __all__ = [
     "Summary",
     "Trial",
     "compare",
+    "environment_of",
 ]
 
 

@@ -40,7 +40,7 @@ _ASCII = str.maketrans(dict(zip("█▓▒░×–−·✓✗○“”\u00a0", '
 LEAST_EXPLANATION = 44
 """Columns below which an explanation stands below its row instead of beside it."""
 
-LEAST_TEXT = 12
+LEAST_TEXT = 8
 """Columns to which a column of texts may shrink."""
 
 WIDEST_CHART = 60
