@@ -44,10 +44,12 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
     Raises:
         NotApplicable: the trial found that its technique does not apply.
     """
+    screened = bench.screened
     try:
         with bench.progress.candidate(label), bench.ranks.attempt():
             return trial()
     except NotApplicable:
+        bench.screened = screened
         raise
     except Unsuitable as reason:
         failure = str(reason)
@@ -56,6 +58,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         if ran_out_of_memory(error):
             failure = f"it ran out of memory: {failure}"
     # Here the error is freed, and with it the frames that hold the trial's tensors.
+    bench.screened = screened  # some ranks may have come further than others
     bench.rewind()
     free_memory(bench.job.spec.device)
     return Trial(label, bench.pace.step_ms, math.nan, None, 0, failure=failure)
