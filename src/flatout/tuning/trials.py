@@ -48,10 +48,12 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         NotApplicable: the trial found that its technique does not apply.
     """
     _log.debug("trial of %s", label)
+    screened = bench.screened
     try:
         with bench.progress.candidate(label), bench.ranks.attempt():
             return trial()
     except NotApplicable:
+        bench.screened = screened
         raise
     except Unsuitable as reason:
         failure = str(reason)
@@ -61,6 +63,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
             failure = f"it ran out of memory: {failure}"
     _log.debug("trial of %s failed: %s", label, failure)
     # Here the error is freed, and with it the frames that hold the trial's tensors.
+    bench.screened = screened  # some ranks may have come further than others
     bench.rewind()
     free_memory(bench.job.spec.device)
     return Trial(label, bench.pace.step_ms, math.nan, None, 0, failure=failure)

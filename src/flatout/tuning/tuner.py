@@ -90,12 +90,13 @@ class Tuner:
     def may_try(self, technique: Measured) -> bool:
         """Return True if a trial with enough time may decide the technique."""
         try:
-            self._check_applies(technique)
-            if self._choices.of(technique) is not None or self._why_not_worth(technique):
-                return False
-            if self._why_setup_is_too_long(technique):
-                return False
-            self._check_assumptions(technique)
+            with self._bench.ranks.attempt():  # an error of one rank is no answer of all
+                self._check_applies(technique)
+                if self._choices.of(technique) is not None or self._why_not_worth(technique):
+                    return False
+                if self._why_setup_is_too_long(technique):
+                    return False
+                self._check_assumptions(technique)
         except (NotApplicable, Unsuitable):
             return False
         return True
