@@ -38,7 +38,7 @@ from torch.utils.data import (
 
 from flatout.core.random_state import RandomState
 from flatout.core.torch_state import serial
-from flatout.data.loaders import SEEDED_FROM, SLICED_FROM, clone_loader
+from flatout.data.loaders import SEEDED_FROM, SLICED_FROM, TORCHS_SAMPLERS, clone_loader
 from flatout.distributed.agreement import Agreement
 
 Position = dict[str, Any]
@@ -278,13 +278,18 @@ class Order:
         self._version_1 = start and start.get("version_1")
         self._epoch = _epoch_of(self._sampler)
         if start is None:
-            self._states.append(RandomState.of(held))
+            self._states.append(self._generators())
             self._runs = self._iterate()
             self.begun = Run((), batches=0, sampler=self._state())
         elif "sampler" in start:
             self._load(start)
         else:
             self._draw_again(start)
+
+    def _generators(self) -> RandomState:
+        """Return the current states of all generators from which the sampler may draw."""
+        is_torchs = type(decisive(self._sampler)) in TORCHS_SAMPLERS
+        return RandomState.of_torch(self._held) if is_torchs else RandomState.of(self._held)
 
     def _iterate(self) -> Iterator[Run]:
         order = self._sampler
@@ -318,7 +323,7 @@ class Order:
             return
         with nullcontext() if self._draws is None else self._draws.drawing():
             if len(self._states) == 1:
-                self._states.append(RandomState.of(self._held))
+                self._states.append(self._generators())
             run = next(self._runs, None)
             if run is None:
                 self._is_exhausted = True
@@ -393,12 +398,12 @@ class Order:
             decisive(self._sampler).set_epoch(self._epoch)
         with self._drawing_again():
             if self._states:
-                RandomState.of(self._held).write(self._states[0])
+                self._generators().write(self._states[0])
             else:  # of version 1, which saved none
-                self._states.append(RandomState.of(self._held))
+                self._states.append(self._generators())
             self._runs = self._iterate()
             if len(self._states) == 2:
-                RandomState.of(self._held).write(self._states[1])
+                self._generators().write(self._states[1])
             found = None
             while self._drawn < start["drawn"] and (run := next(self._runs, None)) is not None:
                 run = self._placed(run)

@@ -344,9 +344,9 @@ class IndexedSource(Source):
         Raises:
             ValueError: a sampler without ``state_dict`` does not draw the batches before the loaded place again.
         """
-        loaded, held = self._loaded, self._held_generators()
+        loaded = self._loaded
         if loaded is not None:
-            held.write(loaded["generators"])
+            self._held_generators().write(loaded["generators"])
         order = Order(
             self._whole,
             samples,
@@ -356,7 +356,7 @@ class IndexedSource(Source):
             start=None if loaded is None else loaded["position"],
         )
         if loaded is not None:
-            held.write(loaded["generators"])
+            self._held_generators().write(loaded["generators"])
         order.worker_seed = self._worker_seed
         return order
 
