@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import re
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -406,26 +404,6 @@ def test_two_iterators_at_once():
     for one, two, their in zip(ours, ours, loader, strict=True):
         assert_same(one, their)
         assert_same(two, their)
-
-
-def test_epochs_of_two_threads_are_two():
-    loader = InMemoryLoader(DataLoader(TensorDataset(torch.arange(8)), 4))
-    orders, interval = [], sys.getswitchinterval()
-
-    def begin() -> None:
-        for _ in range(2000):
-            orders.append(loader.progress.begin(8))
-
-    threads = [threading.Thread(target=begin) for _ in range(4)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(set(map(id, orders))) == 8000
 
 
 def test_ends_like_an_iterator():

@@ -299,7 +299,7 @@ def test_batches_that_workers_have_loaded_are_copied_ahead(depth):
     dataset = Gated(8)
     loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=8)
     iterator = iter(CopyingPrefetcher(loader, "cpu", depth))
-    first, arrived = int(next(iterator)), iterator._epoch._batches._data_queue
+    first, arrived = int(next(iterator)), iterator._epoch.batches._data_queue
     for _ in range(8):
         dataset.loaded.acquire()
     assert eventually(lambda: len(iterator._queue) + arrived.qsize() == 7)

@@ -223,7 +223,7 @@ def test_a_death_is_raised_after_the_batches_that_others_still_load():
     gate = multiprocessing.Event()
     loader = DataLoader(Slow(kill, gate), batch_size=None, num_workers=2, prefetch_factor=1)
     iterator = iter(CopyingPrefetcher(loader, "cpu"))
-    batches, seen = iterator._epoch._batches, [int(next(iterator)), int(next(iterator))]
+    batches, seen = iterator._epoch.batches, [int(next(iterator)), int(next(iterator))]
     assert eventually(lambda: len(iterator._queue) + batches._data_queue.qsize() == 2)
     seen.append(int(next(iterator)))
     is_ahead = bool(iterator._queue)  # batch 3 is copied ahead, unless the pipe of its worker was slow

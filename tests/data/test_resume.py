@@ -330,33 +330,6 @@ def test_indices_keep_their_types(kind):
     assert [first, *map(plain, resumed)] == theirs
 
 
-def test_drawing_in_one_go():
-    """torch's samplers draw one block, independent of the number of batches that were read."""
-
-    drawn: list[int] = []
-    original = torch.randint
-
-    def counted(*args, **kwargs):
-        drawn.append(1)
-        return original(*args, **kwargs)
-
-    def make():
-        sampler = RandomSampler(range(10**6), replacement=True)
-        return DataLoader(range(10**6), 100, sampler=sampler)  # type: ignore[arg-type]
-
-    prefetcher = Prefetcher(make(), "cpu")
-    for number, _ in enumerate(prefetcher):
-        if number == 50:
-            break
-    state = prefetcher.state_dict()
-    resumed = Prefetcher(make(), "cpu")
-    resumed.load_state_dict(state)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "randint", counted)
-        next(iter(resumed))
-    assert len(drawn) <= 1 + 100 // 32 + 1
-
-
 def test_between_epochs():
     """A state saved between epochs starts the next epoch, with the loader's own generator restored."""
     torch.manual_seed(0)
@@ -439,7 +412,7 @@ def test_a_loaded_state_can_be_saved_again():
     state = prefetcher.state_dict()
     resumed = Prefetcher(LOADERS["shuffled"](dataset()), "cpu")
     resumed.load_state_dict(state)
-    assert plain(resumed.state_dict()["position"]["before"]) == plain(state["position"]["before"])
+    assert str(resumed.state_dict()["position"]) == str(state["position"])
     rest = list(resumed)
     assert len(rest) == len(prefetcher) - 1
     assert len(list(resumed)) == len(prefetcher)  # the next epoch is complete

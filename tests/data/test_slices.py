@@ -37,10 +37,10 @@ from flatout.data.loaders import (
     why_not_resized,
     with_batch_size,
 )
-from flatout.data.order import BatchShare
+from flatout.data.order import BatchShare, slice_of, slices_of
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import is_seeded, with_workers
-from flatout.data.slices import slice_of, sliced, slices_of, why_not_sliced
+from flatout.data.slices import sliced, why_not_sliced
 from flatout.distributed.agreement import ALONE, Agreement
 from tests.data.harness import CopyingPrefetcher, RecordedRanks, on_ranks, seed_all
 

@@ -54,6 +54,12 @@ class RandomState:
         return cls(tracked)
 
     @classmethod
+    def of_torch(cls, generators: Sequence[Any]) -> RandomState:
+        """Read torch's default generator and ``generators``."""
+        default = _track("torch's default generator", torch.get_rng_state, torch.set_rng_state)
+        return cls([default, *map(_track_found, generators)])
+
+    @classmethod
     def of_host(cls) -> RandomState:
         """Read the global generators of the CPU."""
         return cls(

@@ -9,8 +9,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -25,18 +25,9 @@ from flatout.data.exit_gate import opened
 from flatout.data.forwarding import Forwarding
 from flatout.data.gather import DeviceGather, Gather, HostGather, why_not_column
 from flatout.data.loader_class import is_plain, why_not_plain
-from flatout.data.loaders import seeds_workers_once, set_epoch
-from flatout.data.order import (
-    BatchShare,
-    IndexSpan,
-    OpaqueBatch,
-    Order,
-    RecordedOrder,
-    as_indices,
-    index_lists,
-    why_not_ordered,
-)
-from flatout.data.position import Progress
+from flatout.data.loaders import set_epoch
+from flatout.data.order import Order, Run, as_indices, why_not_ordered
+from flatout.data.source import Epoch, IndexedSource, draw_seed
 from flatout.native import _host
 
 
@@ -125,7 +116,7 @@ def _warn(seen: str) -> None:
     warnings.warn(f"batches are not gathered from memory any more: {seen}", stacklevel=6)
 
 
-class InMemoryLoader(Forwarding):
+class InMemoryLoader(Forwarding, IndexedSource):
     """Loader that gathers the batches of ``loader`` from memory with native threads, ``depth`` batches ahead.
 
     Batches, their order, dtypes and containers equal those of ``loader`` with ``num_workers=0``. Every generator has
@@ -151,7 +142,8 @@ class InMemoryLoader(Forwarding):
             takes more than half of the free memory on ``device``. Or ``depth`` is less than 1.
     """
 
-    _OWN = frozenset({"loader", "progress", "depth", "threads", "device"})
+    _OWN = frozenset({"loader", "depth", "threads", "device"})
+    is_fresh = True
 
     def __init__(
         self,
@@ -206,7 +198,10 @@ class InMemoryLoader(Forwarding):
     def clone(self) -> InMemoryLoader:
         """Return a loader over the same memory in which no epoch has begun."""
         clone = type(self).__new__(type(self))
-        vars(clone).update(vars(self), progress=Progress(self.loader), _live=weakref.WeakSet())
+        vars(clone).update(vars(self), _live=weakref.WeakSet())
+        for name in ("_place", "_begun", "_newest", "_loaded"):
+            vars(clone).pop(name, None)
+        IndexedSource.__init__(clone, self.loader)
         return clone
 
     __copy__ = clone
@@ -226,8 +221,8 @@ class InMemoryLoader(Forwarding):
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, got {depth}")
+        IndexedSource.__init__(self, loader)
         self.loader = loader
-        self.progress = Progress(loader)
         self.depth = depth
         self.threads = copy_threads() if threads is None else threads
         self._columns: list[tuple[Tensor, ...]] = []
@@ -242,7 +237,7 @@ class InMemoryLoader(Forwarding):
         self._on_device: list[Tensor] = []
         self._home: torch.cuda.Stream | None = None  # the stream that allocated the data
         self._rings: dict[tuple[int, int], Any] = {}
-        self._live: weakref.WeakSet[_InMemoryIterator] = weakref.WeakSet()
+        self._live: weakref.WeakSet[_InMemoryEpoch] = weakref.WeakSet()
 
     def _resolve(self) -> None:
         """Find the tensors of the dataset, and the row of each sample.
@@ -314,22 +309,27 @@ class InMemoryLoader(Forwarding):
         return opened(self._epoch)
 
     def _epoch(self) -> Iterator[Any]:
-        return self._iterate(-1, pin=self.device is None and bool(self.loader.pin_memory) and torch.cuda.is_available())
+        return self.open()
 
-    def iterate_pinned(self, device: int) -> Iterator[Any]:
-        """Return an iterator over one epoch in flatout's pinned memory. Only :class:`NativeCopier` may read it.
+    def open(self, pinned_for: int | None = None) -> Epoch:
+        """Return an iterator over one epoch.
 
-        torch does not track this memory. During ``tensor.cuda(non_blocking=True)``, the next batch could overwrite the
-        batch that is being copied.
+        Args:
+            pinned_for: index of a CUDA device. The batches are then in flatout's pinned memory, which only a
+                :class:`NativeCopier` may read. torch does not track this memory. During
+                ``tensor.cuda(non_blocking=True)``, the next batch could overwrite the batch that is being copied.
         """
-        return self._iterate(device, pin=False)
-
-    def _iterate(self, device: int, *, pin: bool) -> Iterator[Any]:
+        on_host = self.device is None
+        pin = on_host and pinned_for is None and bool(self.loader.pin_memory) and torch.cuda.is_available()
+        device = pinned_for if on_host and pinned_for is not None else -1
         if not self.is_off:
             self._is_as_before(at_epoch=True)
-        iterator = _InMemoryIterator(self, functools.partial(self._gather, device), pin)
+        iterator = _InMemoryEpoch(self, functools.partial(self._gather, device), pin)
         self._live.add(iterator)
-        return iterator
+        return self._begin(iterator)
+
+    def _place_in(self, epoch: Epoch) -> Any:
+        return None if epoch.has_ended else epoch.at
 
     def _gather(self, device: int) -> Gather:
         if self.device is not None:
@@ -354,7 +354,7 @@ class InMemoryLoader(Forwarding):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from after the last batch that was yielded. See :meth:`Prefetcher.state_dict`."""
-        return self.progress.state_dict(self.progress.position)
+        return self.state_now()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume in the next epoch where ``state`` was saved, by this kind of loader or by a ``Prefetcher``.
@@ -362,7 +362,7 @@ class InMemoryLoader(Forwarding):
         Raises:
             ValueError: ``state`` was saved by a loader of another kind. The message names the difference.
         """
-        self.progress.load_state_dict(state)
+        super().load_state_dict(state)
 
     def close(self) -> None:
         """End running iterators and free idle buffers. The loader can be iterated again."""
@@ -381,138 +381,131 @@ class InMemoryLoader(Forwarding):
 
 @dataclass
 class _Started:
-    span: IndexSpan
+    run: Run
     batches: Any
     taken: int = 0
 
 
-class _InMemoryIterator:
-    """Iterator over one epoch of an :class:`InMemoryLoader`. The gathering threads end with the epoch."""
+class _InMemoryEpoch(Epoch):
+    """One epoch of an :class:`InMemoryLoader`. The gathering threads end with the epoch."""
 
     def __init__(self, loader: InMemoryLoader, make_gather: Callable[[], Gather], pin: bool) -> None:
+        super().__init__(loader)
         self._pin = pin
-        self._loader = loader
-        self._order = self._begin()
+        self._memory = loader
+        self._order = self._begin_order()
+        self.at = (self._order, self._order.begun, 0)
         self._make_gather = make_gather
         self._gather = make_gather()
-        self._lists: Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]] | None = None
+        self._lists: Iterator[tuple[Run, int, Any]] | None = None
         """Indices of the batches that are read from the dataset. None while batches are gathered."""
         self._started: deque[_Started] = deque()
-        self._left = 0  # batches of the started spans that are not yet yielded
-        self.share: BatchShare | None = None
-        self._ended = False
+        self._left = 0  # batches of the started runs that are not yet yielded
 
-    def _begin(self) -> Order:
+    def _begin_order(self) -> Order:
         """Begin an epoch and advance the random generators as ``iter`` of the plain loader does."""
-        progress, loader = self._loader.progress, self._loader.loader
-        with progress.opening():
-            order = progress.begin(len(loader.dataset))  # type: ignore[arg-type]
-            # `iter(DataLoader)` draws a seed for its workers. Persistent workers get their seed only once.
-            if not progress.goes_on and not (progress.has_run and seeds_workers_once(loader)):
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        progress.has_run = True
-        if loader.num_workers > 0 and isinstance(order, RecordedOrder):
+        memory, loader = self._memory, self._memory.loader
+        draws_seed = memory._loaded is None and not memory._draws_no_seed
+        with memory._opening():
+            order = memory._order(len(loader.dataset))  # type: ignore[arg-type]
+            if draws_seed:
+                draw_seed(loader.generator)
+        if loader.num_workers > 0 and order.is_torchs:
             order.draw()  # `iter` of a DataLoader with workers draws the first indices at once
         return order
 
-    def __iter__(self) -> _InMemoryIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self._ended:
+    def next(self, *, waits: bool = True) -> Any:
+        """Return the next batch."""
+        if self.has_ended:
             raise StopIteration
-        if not self._loader._is_off and not self._loader._is_as_before(at_epoch=False):
+        if not self._memory._is_off and not self._memory._is_as_before(at_epoch=False):
             self._gather_again()
-        if self._loader._is_off:
+        if self._memory._is_off:
             return self._read()
-        depth, progress = self._loader.depth, self._loader.progress
+        depth = self._memory.depth
         while self._left <= depth:
-            span = self._order.next_span(asked=self._left == 0)
-            if span is None:
+            run = self._order.next(asked=self._left == 0)
+            if run is None:
                 break
-            if isinstance(span, OpaqueBatch):  # only returned when `_left` is 0, so no other batch is running
-                batch = self._fetch(span.indices)
-                self._reached(span, 1)
-                return batch
-            self._started.append(_Started(span, self._start(span, depth + 1 - self._left)))
-            self._left += span.batches
+            if run.count is None:  # only returned when `_left` is 0, so no other batch is running
+                return self._reached(self._fetch(run.indices), run, 1)
+            self._started.append(_Started(run, self._start(run, depth + 1 - self._left)))
+            self._left += run.batches
         if self._left == 0:
-            progress.ended(self._order)
-            self.close()
-            raise StopIteration
+            self._end()
         first = self._started[0]
         first.taken += 1
         self._left -= 1
-        if first.taken == first.span.batches:
+        if first.taken == first.run.batches:
             self._started.popleft()
-        batch = self._placed(self._loader._assemble(self._gather.take(first.batches, depth)))
-        self._reached(first.span, first.taken)
+        batch = self._placed(self._memory._assemble(self._gather.take(first.batches, depth)))
+        return self._reached(batch, first.run, first.taken)
+
+    def _reached(self, batch: Any, run: Run, number: int) -> Any:
+        self.share, self.at = run.share, (self._order, run, number)
+        self._moved()
         return batch
 
-    def _reached(self, span: IndexSpan | OpaqueBatch, number: int) -> None:
-        self.share = span.share
-        self._loader.progress.reached(self._order, span, number)
+    def _end(self) -> NoReturn:
+        self.has_ended = True
+        self._moved()
+        self.close()
+        raise StopIteration
 
     def _placed(self, batch: Any) -> Any:
-        if self._loader.device is not None:
-            return to_device(batch, self._loader.device)
+        if self._memory.device is not None:
+            return to_device(batch, self._memory.device)
         return pin_memory(batch) if self._pin else batch
 
-    def _start(self, span: IndexSpan, ahead: int) -> Any:
-        indices, rows, first = span.indices, self._loader._rows, span.first
+    def _start(self, run: Run, ahead: int) -> Any:
+        assert run.count is not None
+        indices, first, rows = run.indices, 0, self._memory._rows
+        if isinstance(indices, range):
+            indices, first = None, run.indices.start
         if rows is not None:
-            samples = span.count * span.batches
-            indices = rows[first : first + samples] if indices is None else rows.index_select(0, indices)
-        return self._gather.start(indices, first, span.count, span.batches, ahead)
+            indices = (
+                rows[first : first + run.count * run.batches] if indices is None else rows.index_select(0, indices)
+            )
+        return self._gather.start(indices, first, run.count, run.batches, ahead)
 
     def _gather_again(self) -> None:
         """Gather the batches again that were gathered ahead of a change."""
         self._gather.close()
-        if self._loader.is_off:
+        if self._memory.is_off:
             return
         self._gather = self._make_gather()
         left, self._left = list(self._started), 0
         self._started.clear()
         for started in left:
-            span, taken = started.span, started.taken
-            rest = replace(
-                span,
-                indices=None if span.indices is None else span.indices[taken * span.count :],
-                first=span.first + taken * span.count,
-                batches=span.batches - taken,
-            )
-            self._started.append(_Started(rest, self._start(rest, self._loader.depth + 1 - self._left)))
+            rest = started.run.after(started.taken)
+            self._started.append(_Started(rest, self._start(rest, self._memory.depth + 1 - self._left)))
             self._left += rest.batches
 
     def _read(self) -> Any:
         """Return the next batch in the same order, read from the dataset as ``DataLoader`` does."""
         if self._lists is None:
             self._lists = itertools.chain.from_iterable(
-                itertools.islice(index_lists(started.span), started.taken, None) for started in self._started
+                started.run.after(started.taken).numbered() for started in self._started
             )
             self._left = 0
         found = next(self._lists, None)
         if found is None:
-            span = self._order.next_span(asked=True)
-            if span is None:
-                self._loader.progress.ended(self._order)
-                self.close()
-                raise StopIteration
-            self._lists = index_lists(span)
+            run = self._order.next()
+            if run is None:
+                self._end()
+            self._lists = run.numbered()
             found = next(self._lists)
-        span, number, indices = found
-        batch = self._fetch(indices)
-        self._reached(span, number)
-        return batch
+        run, number, indices = found
+        return self._reached(self._fetch(indices), run, number)
 
     def _fetch(self, indices: Any) -> Any:
         """Fetch a batch as ``DataLoader`` does. The dataset interprets the indices, and may refuse them."""
-        loader = self._loader.loader
+        loader = self._memory.loader
         dataset: Any = loader.dataset
         samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
         return self._placed(loader.collate_fn(samples))
 
     def close(self) -> None:
         """End the threads and drop the batches that were gathered ahead."""
-        self._ended = True
+        self.has_ended = True
         self._gather.close()

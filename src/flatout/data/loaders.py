@@ -165,8 +165,7 @@ class LoaderPosition:
     def __init__(self, loader: Any) -> None:
         parts: list[Any] = []
         while type(loader).__module__.startswith("flatout.data.") and is_rewindable(loader):
-            source = vars(loader).get("_source")
-            parts += [loader, vars(loader).get("progress"), source, getattr(source, "progress", None)]
+            parts += [loader, vars(loader).get("_source")]
             loader = loader.loader
         if is_rewindable(loader):
             parts += parts_of(base_of(loader))  # a sampler may count its epochs

@@ -1,22 +1,27 @@
-"""Order and random numbers of a plain ``DataLoader(num_workers=0)``, without its lists of indices.
+"""Order of the samples in an epoch: batches of indices, and the position among them.
 
-A loader that leaves every generator in the same state as torch must draw at the same moments. torch draws at these
-moments (torch/utils/data/dataloader.py, sampler.py):
+A position is the states of the generators at the start of the epoch, and the number of batches. To resume, the samplers
+draw these batches of indices again, and the batches are dropped. No sample is loaded for them.
+
+``Order`` draws at the same moments as torch (torch/utils/data/dataloader.py, sampler.py), so that every generator ends
+an epoch in the same state:
 
 1. ``iter(loader)`` calls ``iter(batch_sampler)``. Then it draws one int64, the base seed, from ``loader.generator``, or
    from the default generator if ``loader.generator`` is ``None``.
-2. When a batch needs an index that has not been drawn, its sampler draws the next block of indices. A block is a
-   permutation, 32 numbers with replacement, or all indices at once. A full batch requests only its own indices. A
-   partial batch has requested one more index. A ``RandomSampler`` then draws a last block, even if it uses no index of
-   this block.
+2. When a batch needs an index that has not been drawn, its sampler draws the next block of indices. A partial batch
+   has requested one more index than it has.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +36,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flatout.core.random_state import RandomState
 from flatout.core.torch_state import serial
+from flatout.data.loaders import SEEDED_FROM, SLICED_FROM, TORCHS_SAMPLERS, clone_loader
+from flatout.distributed.agreement import Agreement
 
 Position = dict[str, Any]
-"""Position of the next batch in an epoch, from which an order of the same samplers resumes.
-
-The values are tensors, numbers, strings, lists, dicts, and the contents of a sampler's ``state_dict``.
-"""
+"""Position in an epoch, made of tensors, numbers, strings, lists, dicts, and the contents of a sampler's state."""
 
 
 @dataclass(frozen=True)
@@ -54,187 +59,398 @@ class BatchShare:
 
 
 @dataclass(frozen=True)
-class IndexSpan:
-    """Consecutive batches of ``count`` samples each.
+class Run:
+    """Consecutive batches of indices.
 
-    The samples are ``indices`` (int64 ``[batches * count]``), or ``first, first + 1, ...`` if ``indices`` is ``None``.
+    Attributes:
+        indices: int64 ``[batches * count]`` or a range; with ``count=None`` one batch, as its sampler yielded it.
+        count: samples in each batch. None if only the dataset can interpret the indices.
+        batches: number of batches.
+        first: number of batches in the epoch before this run.
+        last: copy of the batch that a sampler of the user yielded, on all ranks together.
+        sampler: state of the sampler after the batch; None if the sampler has no ``state_dict``.
+        was_last: True if the sampler has no more indices.
+        share: share of this rank in each batch, if each batch is a slice; else None.
     """
 
-    indices: Tensor | None
-    first: int
-    count: int
-    batches: int
-    end: Position | None
-    """Position after the last batch. ``None``: the current position of the order, which draws only on request."""
-    share: BatchShare | None = None
-    """Share of this rank in each whole batch, if each batch here is a slice; else ``None``."""
-
-    def behind(self, batch: int) -> Position | None:
-        """Return the position after a batch, counted from 1. ``None``: the current position of the order."""
-        if self.end is None:
-            return None
-        back = (self.batches - batch) * (self.count if self.share is None else self.share.total)
-        return self.end | {"taken": self.end["taken"] - back, "offset": self.end["offset"] - back} if back else self.end
-
-
-@dataclass(frozen=True)
-class OpaqueBatch:
-    """Batch whose indices only the dataset can interpret, because some are not ints or are out of range."""
-
     indices: Any
-    end: Position | None
+    count: int | None = None
+    batches: int = 1
+    first: int = 0
+    last: Any = None
+    sampler: Any = None
+    was_last: bool = False
     share: BatchShare | None = None
-    """Share of this rank in the whole batch, if this is a slice; else ``None``."""
 
-    def behind(self, batch: int) -> Position | None:
-        """Return the position after the batch. ``None``: the current position of the order."""
-        return self.end
+    def after(self, batches: int) -> Run:
+        """Return the run without its first batches."""
+        if batches == 0:
+            return self
+        assert self.count is not None
+        indices = self.indices[batches * self.count :]
+        return replace(self, indices=indices, batches=self.batches - batches, first=self.first + batches)
 
-
-def index_lists(span: IndexSpan | OpaqueBatch) -> Iterator[tuple[IndexSpan | OpaqueBatch, int, Any]]:
-    """Yield (span, number of the batch in the span, indices) of each batch."""
-    if isinstance(span, OpaqueBatch):
-        yield span, 1, span.indices
-        return
-    for number in range(span.batches):
-        begin = number * span.count
-        if span.indices is None:
-            yield span, number + 1, list(range(span.first + begin, span.first + begin + span.count))
-        else:
-            yield span, number + 1, span.indices[begin : begin + span.count].tolist()
-
-
-class Order(Protocol):
-    """Order of the batches of one epoch."""
-
-    def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
-        """Return the next batches: at least one, and all that are already drawn.
-
-        Args:
-            asked: True if the user requests the next batch now. The result is then ``None`` only after the last batch.
-                If False, nothing is drawn that other code could observe. The result may then be ``None`` although
-                batches are left.
-        """
-
-    def position(self) -> Position:
-        """Return the position after the batches that were returned."""
-
-    def has_drawn_since(self, position: Position) -> bool:
-        """Return True if a generator has been used to draw batches after ``position``."""
-
-    def completed(self, position: Position) -> Position:
-        """Return ``position`` in the form to save, completed with the draws that followed."""
+    def numbered(self) -> Iterator[tuple[Run, int, Any]]:
+        """Yield (run, number from 1, indices for a dataset) of each batch."""
+        if self.count is None:
+            yield self, 1, self.indices
+            return
+        for number in range(self.batches):
+            batch = self.indices[number * self.count : (number + 1) * self.count]
+            yield self, number + 1, list(batch) if isinstance(batch, range) else batch.tolist()
 
 
-def why_not_ordered(loader: DataLoader) -> str | None:
-    """Return why no :class:`Order` can replace the samplers of ``loader``; ``None`` if one can."""
-    if loader.batch_sampler is None:
-        return "batch_size=None: samples are not batched"
-    if loader.num_workers > 0 and loader.worker_init_fn is not None:
-        return "worker_init_fn runs in worker processes only"
-    return None
+def slice_of(samples: int, rank: int, ranks: int) -> tuple[slice, BatchShare]:
+    """Return the samples of one rank in a batch, and the share of this rank.
 
-
-_RANDINTS = 32
-"""Number of indices that a RandomSampler with replacement draws at once."""
-
-_Block = Tensor | range
-_Draw = Callable[[int, torch.Generator | None], "_Block | None"]
-"""Function of a block's number and a generator. It returns indices, int64 ``[n]``; ``None`` after the last block."""
-
-
-class Blocks:
-    """Indices of an epoch in blocks, each drawn on request.
+    The slices of all ranks are contiguous and in order. Their sizes differ by at most one, and the first ranks have the
+    larger slices. A rank without a sample gets the first sample as a stand-in, because each rank must take part in the
+    step.
 
     Args:
-        draw: makes the blocks.
-        generator: returns the generator, when the first block is drawn. ``None`` if blocks need no random numbers.
-        is_users: True if the generator belongs to the user, who can observe the draws.
-        length: length of each block except the last; ``None`` if there are only one or a few blocks.
+        samples: number of samples in the batch.
+        rank: number of the rank, from 0.
+        ranks: number of ranks.
+    """
+    size, larger = divmod(samples, ranks)
+    begin = rank * size + min(rank, larger)
+    own = size + (rank < larger)
+    return slice(begin, begin + own) if own else slice(0, 1), BatchShare(own, samples)
+
+
+class SlicedBatches:
+    """Batch sampler that yields this rank's slices of the batches of another sampler.
+
+    A plain iteration draws the order from the generators of this process. :class:`Order` has the order of rank 0.
+
+    Args:
+        sampler: the batch sampler of the user.
+        ranks: all ranks.
+    """
+
+    def __init__(self, sampler: Any, ranks: Agreement) -> None:
+        self.sampler = sampler
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.sampler:
+            yield self.own_run(Run(batch)).indices
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def own_run(self, run: Run) -> Run:
+        """Return this rank's slices of whole batches."""
+        rank, ranks = self.ranks.rank, self.ranks.size
+        if run.count is None:
+            indices = run.indices if hasattr(run.indices, "__len__") else list(run.indices)
+            part, share = slice_of(len(indices), rank, ranks)
+            return replace(run, indices=indices[part], share=share)
+        part, share = slice_of(run.count, rank, ranks)
+        places = (torch.arange(run.batches)[:, None] * run.count + torch.arange(part.start, part.stop)).flatten()
+        chosen = run.indices[places] if isinstance(run.indices, Tensor) else places + run.indices.start
+        return replace(run, indices=chosen, count=part.stop - part.start, share=share)
+
+    @staticmethod
+    def of(loader: DataLoader[Any], ranks: Agreement) -> DataLoader[Any]:
+        """Return a loader of samples whose batches are this rank's slices of the batches of ``loader``."""
+        # With in_order=False, ranks could take slices of different batches in the same step.
+        made = clone_loader(loader, batch_sampler=SlicedBatches(loader.batch_sampler, ranks), in_order=True)
+        vars(made)[SLICED_FROM] = loader
+        if hasattr(loader, SEEDED_FROM):
+            vars(made)[SEEDED_FROM] = SlicedBatches.of(getattr(loader, SEEDED_FROM), ranks)
+        return made
+
+    def slice_too(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return another loader of samples, sliced for the same ranks."""
+        return SlicedBatches.of(loader, self.ranks)
+
+
+def slices_of(loader: Any) -> SlicedBatches | None:
+    """Return the batch sampler of a sliced loader of samples; None for another loader."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return batch_sampler if type(batch_sampler) is SlicedBatches else None
+
+
+class SharedDraws:
+    """Draws of a sampler in one epoch, equal on all ranks.
+
+    The epoch begins with the states of rank 0's generators. During the epoch, the sampler draws from separate states of
+    the global generators. So the models of the ranks may draw any number of random numbers. After each draw, the global
+    generators get back the states that the training left. On rank 0, a generator that only the sampler uses keeps the
+    state after the draw, as in one process.
+
+    Construction is a collective. A draw takes a broadcast longer than in one process.
+
+    Args:
+        ranks: all ranks.
+        held: generators of the sampler and the loader. They are set to rank 0's states.
+    """
+
+    def __init__(self, ranks: Agreement, held: RandomState) -> None:
+        own = RandomState.of_host()
+        states, of_held = ranks.first((own.states(), held.states()))
+        held.write(of_held)
+        self._states = own.given(states)
+        self._is_first_rank = ranks.rank == 0
+        self._is_drawing = False
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Return a context for the sampler's draws. The context may be entered again inside the block."""
+        if self._is_drawing:
+            yield
+            return
+        own = self._states.reread()
+        self._states.restore()
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._is_drawing = False
+            before, self._states = self._states, self._states.reread()
+            own.restore()
+            if self._is_first_rank:
+                before.advance(self._states)
+
+    @contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """Return a context for repeated draws. Later draws continue from their states."""
+        yield
+        self._states = self._states.reread()
+
+
+class Order:
+    """Batches of indices of one epoch, each drawn when it is requested, and this rank's slices of them.
+
+    As an iterator, an order yields the indices of each batch for a ``DataLoader``, and keeps its place in ``given``.
+
+    A sampler that has ``state_dict`` and ``load_state_dict``, or whose iterator has them, saves its position itself. To
+    resume, any other sampler draws the epoch again, up to the last batch that was drawn. A sampler of the user may draw
+    from a generator that other code uses in mid-epoch. If it then draws other batches, resuming is an error. If it
+    draws the same, this generator may have another state than in an uninterrupted run.
+
+    Args:
+        loader: the loader of whole batches.
+        samples: number of samples in the dataset, if rows of tensors are gathered. With None indices have the types
+            that the sampler gives them.
+        held: generators that the sampler holds.
+        draws: random numbers that are equal on all ranks; None in one process.
+        slices: batch sampler of slices; None in one process.
+        start: position to resume from; None: the beginning of a new epoch.
+
+    Attributes:
+        begun: run of no batch, which has the place where the order begins.
+        given: runs of the batches that were yielded, each with the number of its batch, counted from 1.
+        passed: number of batches that were removed from ``given``.
+        is_torchs: True for one of torch's samplers, whose indices are drawn in blocks.
+        is_free: True if no other code can observe a draw ahead of time.
+        worker_seed: seed of the worker processes of this epoch.
+
+    Raises:
+        ValueError: the sampler now draws other batches before ``start``.
     """
 
     def __init__(
         self,
-        draw: _Draw,
-        generator: Callable[[], torch.Generator] | None = None,
+        loader: DataLoader[Any],
+        samples: int | None,
         *,
-        is_users: bool = False,
-        length: int | None = None,
+        held: list[Any],
+        draws: SharedDraws | None,
+        slices: SlicedBatches | None,
+        start: Position | None,
     ) -> None:
-        self.is_users = is_users
-        self.drawn = 0
-        self.before_first: Tensor | None = None
-        """State of the generator before it drew the first block, or the block that was drawn again."""
-        self.before: Tensor | None = None
-        """State of the generator before it drew the last block."""
-        self._length = length
-        self._draw = draw
-        self._make_generator = generator
-        self._generator: torch.Generator | None = None
+        self._sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._samples, self._held, self._draws, self._slices = samples, held, draws, slices
+        self.given: deque[tuple[Run, int]] = deque()
+        self.passed = 0
+        self.is_torchs = self.is_free = False
+        self.worker_seed = 0
+        # States of the generators at the beginning of the epoch and before its first batch.
+        self._states: list[Any] = []
+        self._batches: Any = None  # iterator of a sampler of the user
+        self._drawn = 0
+        self._is_exhausted = False
+        self._last: Any = None  # last batch that was drawn
+        self._left: deque[Run] = deque()  # drawn, but not requested yet
+        self._lists: Iterator[tuple[Run, int, Any]] = iter(())
+        self._version_1 = start and start.get("version_1")
+        self._epoch = _epoch_of(self._sampler)
+        if start is None:
+            self._states.append(self._generators())
+            self._runs = self._iterate()
+            self.begun = Run((), batches=0, sampler=self._state())
+        elif "sampler" in start:
+            self._load(start)
+        else:
+            self._draw_again(start)
 
-    def next(self, wanted: int) -> _Block | None:
-        """Return the next block; ``None`` after the last one.
+    def _generators(self) -> RandomState:
+        """Return the current states of all generators from which the sampler may draw."""
+        is_torchs = type(decisive(self._sampler)) in TORCHS_SAMPLERS
+        return RandomState.of_torch(self._held) if is_torchs else RandomState.of(self._held)
+
+    def _iterate(self) -> Iterator[Run]:
+        order = self._sampler
+        if self._version_1 is not None:
+            return map(_single, _rest_of_version_1(order, self._version_1))
+        if type(order) is BatchSampler and (blocks := _blocks(order.sampler, self._samples)) is not None:
+            self.is_torchs = True
+            # What a RandomSampler draws last depends on the size of the dataset at that time.
+            self.is_free = type(order.sampler) is not RandomSampler
+            return _in_batches(blocks, order.batch_size, order.drop_last)
+        self._batches = iter(order)
+        return map(_single, self._batches)
+
+    def next(self, *, asked: bool = True) -> Run | None:
+        """Return the next batches: at least one, and all that are already drawn. None after the last batch.
 
         Args:
-            wanted: number of indices that are still needed. The block that completes this number sets ``before``.
+            asked: True if the user requests the next batch now. If False, nothing is drawn that other code could
+                observe. The result may then be None although batches are left.
         """
-        if self._generator is None and self._make_generator is not None:
-            self._generator = self._make_generator()
-        before = None
-        if self._generator is not None and (self.drawn == 0 or self._length is None or self._length >= wanted):
-            before = self._generator.get_state()
-        block = self._draw(self.drawn, self._generator)
-        if block is not None:
-            self.before_first = before if self.drawn == 0 else self.before_first
-            self.drawn, self.before = self.drawn + 1, before
-        return block
-
-    def again(self, number: int, before: Tensor | None) -> _Block:
-        """Draw block ``number`` again, from a generator in the state ``before``."""
-        if before is not None:
-            assert self._make_generator is not None
-            # Any other generator ends with the epoch, or is torch's default one, which the first run has advanced.
-            self._generator = self._make_generator() if self.is_users else torch.Generator()
-            self._generator.set_state(before)
-        self.drawn = number
-        block = self.next(0)
-        assert block is not None
-        self.before_first = self.before
-        return block
-
-
-def blocks_of(sampler: Any, samples: int | None) -> Blocks | None:
-    """Return the indices of an epoch of a sampler.
-
-    Args:
-        sampler: the sampler.
-        samples: number of samples in the dataset. With ``None`` indices are not checked, and those of a
-            ``SubsetRandomSampler`` are positions in its ``indices``.
-
-    Returns:
-        The blocks. ``None`` unless the sampler is torch's own, draws on the host, and has only indices of the dataset.
-    """
-    most = sys.maxsize if samples is None else samples
-    generator = getattr(sampler, "generator", None)
-    if generator is not None and generator.device.type != "cpu":
-        return None
-    is_users = generator is not None
-    if type(sampler) is SubsetRandomSampler:
-        indices = torch.arange(len(sampler.indices)) if samples is None else as_indices(sampler.indices, samples)
-        if indices is None:
+        if not (asked or self.is_free):
             return None
-        draw = _once(lambda generator: indices[torch.randperm(len(indices), generator=generator)])
-        return Blocks(draw, lambda: generator or torch.default_generator, is_users=is_users)
-    if type(sampler) is SequentialSampler and len(sampler.data_source) <= most:
-        return Blocks(_once(lambda _: range(len(sampler))))
-    if type(sampler) is RandomSampler and len(sampler.data_source) <= most:
-        length = _RANDINTS if sampler.replacement else None
-        return Blocks(_random_block(sampler), lambda: generator or _seeded(), is_users=is_users, length=length)
-    if type(sampler) is WeightedRandomSampler and len(sampler.weights) <= most:
-        return Blocks(_weighted(sampler), lambda: generator or torch.default_generator, is_users=is_users)
-    if type(sampler) is DistributedSampler and len(sampler.dataset) <= most:  # type: ignore[arg-type]
-        return Blocks(_share(sampler), lambda: torch.Generator().manual_seed(sampler.seed + sampler.epoch))
+        if not self._left:
+            self.draw()
+        run = self._left.popleft() if self._left else None
+        return run if run is None or self._slices is None else self._slices.own_run(run)
+
+    def draw(self) -> None:
+        """Draw the next batches, and keep them for ``next``."""
+        if self._is_exhausted:
+            return
+        with nullcontext() if self._draws is None else self._draws.drawing():
+            if len(self._states) == 1:
+                self._states.append(self._generators())
+            run = next(self._runs, None)
+            if run is None:
+                self._is_exhausted = True
+            else:
+                self._left.append(self._placed(run))
+
+    def _placed(self, run: Run) -> Run:
+        first, self._drawn, self._last = self._drawn, self._drawn + run.batches, run.last
+        if self._samples is not None and type(run.indices) in (list, tuple) and run.indices:
+            found = as_indices(run.indices, self._samples)
+            run = run if found is None else replace(run, indices=found, count=len(found))
+        if (state := self._state()) is None:
+            return replace(run, first=first)
+        order = self._sampler
+        was_last = type(order) is BatchSampler and len(run.last) < order.batch_size
+        return replace(run, first=first, sampler=state, was_last=was_last)
+
+    def __iter__(self) -> Order:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self._lists, None)
+        if found is None:
+            run = self.next()
+            if run is None:
+                raise StopIteration
+            self._lists = run.numbered()
+            found = next(self._lists)
+        run, number, indices = found
+        self.given.append((run, number))
+        return indices
+
+    def position(self, run: Run, number: int) -> Position:
+        """Return the position after a batch of a run, counted from 1."""
+        taken = run.first + number
+        if run.sampler is not None:
+            return {"taken": taken, "sampler": run.sampler, "was_last": run.was_last}
+        states = [state.states() if isinstance(state, RandomState) else state for state in self._states]
+        position = {"taken": taken, "drawn": self._drawn, "is_exhausted": self._is_exhausted, "generators": states}
+        position |= {"last": _plain(run.last), "last_drawn": _plain(self._last), "epoch": self._epoch}
+        return position if self._version_1 is None else position | {"version_1": self._version_1}
+
+    def _stateful(self) -> Any:
+        """Return the part of the sampler that can save and restore its position; None if no part can."""
+        parts = (self._sampler, getattr(self._sampler, "sampler", None), self._batches)
+        return next((part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")), None)
+
+    def _state(self) -> Any:
+        stateful = self._stateful()
+        return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+    def _load(self, start: Position) -> None:
+        state, was_last = start["sampler"], start["was_last"]
+        self._drawn = start["taken"]
+        self.begun = Run((), batches=0, first=self._drawn, sampler=state, was_last=was_last)
+        with RandomState.capture().restored():
+            stateful = self._stateful()
+            if stateful is not None:
+                stateful.load_state_dict(copy.deepcopy(state))
+            self._runs = self._iterate()
+            if stateful is None:
+                self._batches.load_state_dict(copy.deepcopy(state))
+        if was_last:
+            self._runs = iter(())
+
+    def _draw_again(self, start: Position) -> None:
+        taken, last = start["taken"], start.get("last")
+        self._states = list(start["generators"])
+        self.begun = Run((), batches=0, first=taken, last=last)
+        if start.get("epoch") is not None and self._epoch is not None:
+            self._epoch = start["epoch"]
+            decisive(self._sampler).set_epoch(self._epoch)
+        with self._drawing_again():
+            if self._states:
+                self._generators().write(self._states[0])
+            else:  # of version 1, which saved none
+                self._states.append(self._generators())
+            self._runs = self._iterate()
+            if len(self._states) == 2:
+                self._generators().write(self._states[1])
+            found = None
+            while self._drawn < start["drawn"] and (run := next(self._runs, None)) is not None:
+                run = self._placed(run)
+                if run.first + run.batches > taken:
+                    self._left.append(run.after(max(taken - run.first, 0)))
+                elif run.first + run.batches == taken:
+                    found = run.last
+            if start.get("is_exhausted"):
+                self._is_exhausted = next(self._runs, None) is None
+        for drawn, before in ((found, last), (self._last, start.get("last_drawn"))):
+            if before is not None and _plain(drawn) != before:
+                raise ValueError(
+                    f"{type(self._sampler).__name__} drew other batches than before. To resume in mid-epoch, it needs "
+                    "state_dict() and load_state_dict(), or must draw from generators that it holds"
+                )
+
+    def _drawing_again(self) -> AbstractContextManager[None]:
+        return RandomState.capture().restored() if self._draws is None else self._draws.drawing_again()
+
+
+def decisive(sampler: Any) -> Any:
+    """Return the sampler that decides the order of samples: the user's sampler or batch sampler."""
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    """Return the number of the epoch that was passed to ``set_epoch`` of a sampler; None without such a number."""
+    epoch = getattr(decisive(sampler), "epoch", None)
+    return epoch if type(epoch) is int and hasattr(decisive(sampler), "set_epoch") else None
+
+
+def _single(batch: Any) -> Run:
+    batch = list(batch) if isinstance(batch, list) else batch  # some samplers reuse a list
+    return Run(batch, last=batch)
+
+
+def _plain(batch: Any) -> list[int] | None:
+    """Return the indices of a batch if all are ints, else None."""
+    batch = [batch] if is_int(batch) else batch
+    if isinstance(batch, (list, tuple)) and all(map(is_int, batch)):
+        return [int(index) for index in batch]
     return None
+
+
+def is_int(index: Any) -> bool:
+    """Return True if ``index`` is a plain integer of Python or NumPy."""
+    return type(index) is int or isinstance(index, np.integer)
 
 
 def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
@@ -250,133 +466,119 @@ def as_indices(indices: Sequence[int], samples: int) -> Tensor | None:
     return torch.where(found < 0, found + samples, found)
 
 
-def is_int(index: Any) -> bool:
-    """Return True if ``index`` is a plain integer of Python or NumPy."""
-    return type(index) is int or isinstance(index, np.integer)
+_RANDINTS = 32
+"""Number of indices that a RandomSampler with replacement draws at once."""
+_SOURCES = {
+    SequentialSampler: "data_source",
+    RandomSampler: "data_source",
+    WeightedRandomSampler: "weights",
+    DistributedSampler: "dataset",
+}
+"""Attribute of torch's samplers with the samples to which indices refer."""
 
 
-class RecordedOrder:
-    """Order of torch's samplers, drawn in whole blocks of indices at the same moments as torch.
+def _blocks(sampler: Any, samples: int | None) -> Iterator[Any] | None:
+    """Return the indices of torch's own samplers in the blocks in which they are drawn. None for other samplers.
 
-    Raises:
-        ValueError: ``start`` was saved by an order of another kind.
+    Without lists of single indices, an epoch of a large dataset starts many times faster. Indices of a
+    ``SubsetRandomSampler`` have the user's types, so ``samples`` is required for its blocks.
+
+    Args:
+        sampler: the sampler. It must draw on the host, and have only indices of the dataset.
+        samples: number of samples in the dataset; None if it is not known.
     """
-
-    def __init__(self, batch_sampler: BatchSampler, blocks: Blocks, start: Position | None) -> None:
-        sampler: Any = batch_sampler.sampler
-        self._size = batch_sampler.batch_size
-        self._drop_last = batch_sampler.drop_last
-        self._blocks = blocks
-        # A RandomSampler draws later blocks in mid-epoch. These draws are visible if the generator is the user's.
-        self._is_seen = type(sampler) is RandomSampler and blocks.is_users
-        self._taken = 0
-        self._drawn = 0
-        self._left: _Block = range(0)  # drawn, but not taken; after a batch, all are from the last block
-        self._last_block = 0
-        if start is not None and "block" not in start:
-            raise ValueError("the state was saved where the sampler had to be asked for its batches")
-        if start is not None and start["block"] >= 0:
-            block = blocks.again(start["block"], start["before"])
-            self._left, self._last_block = block[start["offset"] :], len(block)
-            self._taken = start["taken"]
-            self._drawn = self._taken + len(self._left)
-
-    def next_span(self, *, asked: bool) -> IndexSpan | None:
-        if asked or (self._drawn and not self._is_seen):
-            self.draw()
-        count = min(self._size, self._drawn - self._taken)
-        if count < self._size and (not asked or self._drop_last or count == 0):
-            return None
-        batches = len(self._left) // count
-        indices = self._left[: batches * count] if isinstance(self._left, Tensor) else None
-        first = self._taken
-        self._left = self._left[batches * count :]
-        self._taken += batches * count
-        return IndexSpan(indices, first, count, batches, self.position())
-
-    def draw(self) -> None:
-        """Draw the indices of the next batch, unless they are already drawn."""
-        end = self._taken + self._size
-        if self._drawn < end:
-            with serial():
-                self._draw(end)
-
-    def _draw(self, end: int) -> None:
-        parts = [self._left]
-        while self._drawn < end and (block := self._blocks.next(end - self._drawn)) is not None:
-            parts.append(block)
-            self._drawn += len(block)
-            self._last_block = len(block)
-        parts = [part for part in parts if len(part)]
-        if len(parts) == 1:
-            self._left = parts[0]
-        elif parts:
-            self._left = torch.cat(parts)  # type: ignore[arg-type]  # a range is the only block of an epoch
-
-    def position(self) -> Position:
-        blocks = self._blocks
-        return {
-            "taken": self._taken,
-            "block": blocks.drawn - 1,
-            "offset": self._last_block - len(self._left),
-            "before": blocks.before,
-        }
-
-    def has_drawn_since(self, position: Position) -> bool:
-        return self._blocks.drawn - 1 > position["block"]
-
-    def completed(self, position: Position) -> Position:
-        if position["block"] >= 0 or self._blocks.drawn == 0:
-            return position
-        return position | {"block": 0, "offset": 0, "before": self._blocks.before_first}
+    kind, generator = type(sampler), getattr(sampler, "generator", None)
+    if generator is not None and generator.device.type != "cpu":
+        return None
+    if kind is SubsetRandomSampler and samples is not None:
+        indices = as_indices(sampler.indices, samples)
+        return None if indices is None else _drawn(sampler, indices)
+    if kind not in _SOURCES or len(getattr(sampler, _SOURCES[kind])) > (sys.maxsize if samples is None else samples):
+        return None
+    return _drawn(sampler)
 
 
-def _once(draw: Callable[[Any], _Block]) -> _Draw:
-    """Return the draw of an epoch that has one block."""
-    return lambda number, generator: draw(generator) if number == 0 else None
+def _drawn(sampler: Any, indices: Any = None) -> Iterator[Any]:
+    """Yield blocks of indices, int64 ``[n]`` or ranges, drawn as by the ``__iter__`` of the sampler."""
+    kind, generator = type(sampler), getattr(sampler, "generator", None)
+    if kind is RandomSampler:
+        yield from _drawn_at_random(sampler)
+    elif kind is SequentialSampler:
+        yield range(len(sampler))
+    elif kind is SubsetRandomSampler:
+        yield indices[torch.randperm(len(indices), generator=generator)]
+    elif kind is WeightedRandomSampler:
+        yield torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator)
+    else:  # all ranks shuffle alike, and cut or repeat the order to a multiple of the number of ranks
+        n = len(sampler.dataset)
+        generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(n, generator=generator) if sampler.shuffle else torch.arange(n)
+        padded = order.repeat(-(-sampler.total_size // max(n, 1)))
+        yield padded[sampler.rank : sampler.total_size : sampler.num_replicas].contiguous()
 
 
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-
-
-def _random_block(sampler: RandomSampler) -> _Draw:
+def _drawn_at_random(sampler: RandomSampler) -> Iterator[Tensor]:
     n = len(sampler.data_source)
     size = _RANDINTS if sampler.replacement else n
-    whole = sampler.num_samples // size
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
 
-    def draw(number: int, generator: torch.Generator | None) -> Tensor | None:
-        # torch reads the size of the last block when it draws this block, so a dataset that has grown has one.
-        rest = sampler.num_samples % size
-        # torch draws one more block than are whole, even if no index of this block is used. With a generator that the
-        # sampler has made, no other code can observe this draw.
-        if number > whole or (number == whole and rest == 0 and sampler.generator is None):
-            return None
-        count = size if number < whole else rest
+    def draw(count: int) -> Tensor:
         if sampler.replacement:
             return torch.randint(n, (count,), dtype=torch.int64, generator=generator)
         return torch.randperm(n, generator=generator)[:count]
 
-    return draw
+    for _ in range(sampler.num_samples // size):
+        yield draw(size)
+    rest = sampler.num_samples % size  # torch reads this size here, so a dataset that has grown has such a block
+    # torch draws this block even if it is empty. Without a generator of the user, no other code can observe the draw.
+    if rest or sampler.generator is not None:
+        yield draw(rest)
 
 
-def _weighted(sampler: WeightedRandomSampler) -> _Draw:
-    def draw(generator: Any) -> Tensor:
-        return torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator)
+def _in_batches(blocks: Iterator[Any], size: int, drop_last: bool) -> Iterator[Run]:
+    """Yield all full batches that are drawn, as soon as there is one, and at last the partial one."""
+    left: Any = ()
+    while True:
+        with serial():
+            block = next(blocks, None)
+        if block is None:
+            break
+        left = torch.cat([left, block]) if len(left) else block
+        if full := len(left) // size:
+            yield Run(left[: full * size], size, full)
+            left = left[full * size :]
+    if len(left) and not drop_last:
+        yield Run(left, len(left))
 
-    return _once(draw)
 
+def _rest_of_version_1(order: Any, old: Position) -> Iterator[Any]:
+    """Return the rest of an epoch of torch's samplers, from a position that version 1 saved.
 
-def _share(sampler: DistributedSampler) -> _Draw:
-    """Return the draw of the indices of one rank.
-
-    All ranks shuffle alike, and cut or repeat the order to a multiple of the number of ranks.
+    Such a position has the number of the last block that was drawn, the number of its indices that were taken, and the
+    state of the generator before it drew this block. The block is drawn at once.
     """
+    is_batched = type(order) is BatchSampler
+    sampler: Any = copy.copy(decisive(order))
+    if isinstance(sampler, DistributedSampler):
+        sampler.epoch = torch.Generator().set_state(old["before"]).initial_seed() - sampler.seed
+    elif old["before"] is not None:
+        sampler.generator = torch.Generator() if sampler.generator is None else sampler.generator
+        sampler.generator.set_state(old["before"])
+        if isinstance(sampler, RandomSampler):
+            size = _RANDINTS if sampler.replacement else len(sampler.data_source)
+            sampler._num_samples = sampler.num_samples - old["block"] * size
+    indices = iter(sampler)
+    first = list(itertools.islice(indices, max(old["offset"], 1)))[old["offset"] :]
+    rest = itertools.chain(first, indices)
+    return iter(BatchSampler(rest, order.batch_size, order.drop_last)) if is_batched else rest
 
-    def draw(generator: Any) -> Tensor:
-        n = len(sampler.dataset)  # type: ignore[arg-type]
-        order = torch.randperm(n, generator=generator) if sampler.shuffle else torch.arange(n)
-        padded = order.repeat(-(-sampler.total_size // max(n, 1)))
-        return padded[sampler.rank : sampler.total_size : sampler.num_replicas].contiguous()
 
-    return _once(draw)
+def why_not_ordered(loader: DataLoader[Any]) -> str | None:
+    """Return why no :class:`Order` can replace the samplers of ``loader``; ``None`` if one can."""
+    if loader.batch_sampler is None:
+        return "batch_size=None: samples are not batched"
+    if loader.num_workers > 0 and loader.worker_init_fn is not None:
+        return "worker_init_fn runs in worker processes only"
+    return None

@@ -21,8 +21,7 @@ from flatout.data.forwarding import Forwarding
 from flatout.data.loaders import check_reiterable, set_epoch
 from flatout.data.order import BatchShare
 from flatout.data.remote import NotReady, WorkerError
-from flatout.data.source import Epoch
-from flatout.data.source_kinds import source_of
+from flatout.data.source import Epoch, source_of
 from flatout.data.transfer import Copier, Copy, make_copier, make_ring
 
 
@@ -85,9 +84,6 @@ class Prefetcher(Forwarding):
         self._copying = copying
         self.reset_stall()
         self._source = source_of(loader)
-        self._handed_out: _Position | None = None
-        self._begun = 0
-        self._newest_taken = 0  # number of the newest epoch that yielded a batch, or the first one after a load
         self._ring: Any = None
         self._live: weakref.WeakSet[_PassThrough] = weakref.WeakSet()
 
@@ -138,22 +134,23 @@ class Prefetcher(Forwarding):
         have copies of the dataset, whose states are not saved. torchdata's ``StatefulDataLoader`` saves them.
 
         The rest of the epoch has exactly the same samples, with any number of workers. Generators of the loader and
-        its samplers get the same states. The user saves the global generators (torch's, NumPy's, Python's) and, between
-        epochs, the state of a custom sampler or dataset. Random augmentation in worker processes continues with other
-        random numbers. A sampler's ``state_dict`` is called for every batch that workers load.
+        its samplers get the same states. Exception: a sampler of the user may draw in mid-epoch from a generator that
+        other code uses, too. Then the samples are the same, but this generator may have another state. The user saves
+        the global generators (torch's, NumPy's, Python's) and, between epochs, the state of a custom sampler or
+        dataset. Random augmentation in worker processes continues with other random numbers. A sampler's
+        ``state_dict`` is called for every batch.
 
         Raises:
             TypeError: the loader is none of these. The message says what is missing.
         """
-        place = self._handed_out or _Position(self._source.mark())
-        return self._source.state_dict(place.mark)
+        return self._source.state_now()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume in the next epoch where ``state`` was saved. Running iterators do not change.
 
-        With torch's samplers this takes the time to draw indices once, for any number of batches that were read. A
-        sampler with ``state_dict`` and ``load_state_dict`` restores its position. Any other sampler draws the epoch
-        again up to the position. Samples that were read are never loaded again.
+        A sampler with ``state_dict`` and ``load_state_dict`` restores its position. Any other sampler draws the indices
+        of the epoch again, from the saved states of the generators, and the batches that were read are dropped. Samples
+        that were read are never loaded again.
 
         Raises:
             TypeError: see :meth:`state_dict`.
@@ -161,8 +158,6 @@ class Prefetcher(Forwarding):
                 epoch begins: a sampler without ``state_dict`` does not draw the same batches again.
         """
         self._source.load_state_dict(state)
-        self._handed_out = None
-        self._newest_taken = self._begun + 1
 
     @property
     def stall_fraction(self) -> float:
@@ -192,13 +187,6 @@ class Prefetcher(Forwarding):
             iterator.close()
         if self._ring is not None:
             self._ring.clear()
-
-
-@dataclass(frozen=True)
-class _Position:
-    """Position of a source after a batch."""
-
-    mark: Any
 
 
 class _PassThrough:
@@ -238,7 +226,7 @@ class _PassThrough:
 class _Entry:
     """Batch of the loader with its share and copy, or an exception, and the loader's position after this batch."""
 
-    place: _Position
+    place: Any
     batch: Any = None
     share: BatchShare | None = None
     copy: Copy | None = None
@@ -255,14 +243,7 @@ class _Ahead(_PassThrough):
         self._copier = copier
         self._queue: deque[_Entry] = deque()
         self._exhausted = False
-        prefetcher._begun += 1
-        self._number = prefetcher._begun
-        prefetcher._handed_out = _Position(prefetcher._source.mark())
-
-    def _is_at(self, place: _Position) -> None:
-        """Record ``place`` as the position after the last batch, unless a newer epoch has yielded a batch."""
-        if self._number >= self._prefetcher._newest_taken:
-            self._prefetcher._newest_taken, self._prefetcher._handed_out = self._number, place
+        self._place = epoch.place
 
     def __next__(self) -> Any:
         epoch, queue = self._epoch, self._queue  # another thread may close meanwhile
@@ -271,17 +252,19 @@ class _Ahead(_PassThrough):
         asked = time.perf_counter()
         self._top_up(epoch, queue)
         if not queue:
-            self._is_at(_Position(self._prefetcher._source.mark()))
+            self._prefetcher._source.move(epoch, epoch.place)
             self.close()
             raise StopIteration
-        entry = queue[0]
+        source, entry = self._prefetcher._source, queue[0]
+        source.move(epoch, self._place)  # not that of the batches that were fetched ahead
         if entry.error is None:
             # A copy that failed ahead of time may succeed now. Otherwise the batch stays first in the queue.
             self._start(entry)
             self._transform(entry)
         batch = None if entry.error else self._taken(entry)
         queue.popleft()
-        self._is_at(entry.place)
+        self._place = entry.place
+        source.move(epoch, self._place)
         if entry.error is not None:
             if isinstance(entry.error, WorkerError):
                 self.close()
@@ -313,9 +296,9 @@ class _Ahead(_PassThrough):
                 self._exhausted = True
                 return
             except Exception as error:
-                queue.append(_Entry(_Position(self._prefetcher._source.mark()), error=error))
+                queue.append(_Entry(epoch.place, error=error))
                 return
-            entry = _Entry(_Position(self._prefetcher._source.mark()), batch, epoch.share)
+            entry = _Entry(epoch.place, batch, epoch.share)
             queue.append(entry)
             try:
                 self._start(entry)

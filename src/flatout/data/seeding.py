@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, 
 from flatout.core.random_state import RandomState, generators_in
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.loaders import SEEDED_FROM, clone_loader, is_rewindable, randomness_of, set_epoch, unsliced
+from flatout.data.order import slices_of
 from flatout.data.remote import InWorker
-from flatout.data.slices import slices_of
 
 
 def seed_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

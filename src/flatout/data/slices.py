@@ -1,39 +1,19 @@
-"""Slices of batches: each rank trains on its part of every batch of the user's loader."""
+"""Loaders on several ranks: slices of the user's batches, and loaders that split their samples themselves."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import MapDataPipe
+from torch.utils.data import IterableDataset, MapDataPipe
 
 from flatout.core.batches import batch_size_of, split
+from flatout.core.kinds import check_number
 from flatout.data.forwarding import Forwarding
-from flatout.data.loader_class import is_plain
-from flatout.data.loaders import SEEDED_FROM, SLICED_FROM, clone_loader, unsliced
-from flatout.data.order import BatchShare, IndexSpan, OpaqueBatch, Order, Position
-from flatout.data.sharding import shards_of, why_not_split
+from flatout.data.loader_class import base_of, is_plain
+from flatout.data.loaders import SLICED_FROM, parts_of, set_epoch, unsliced
+from flatout.data.order import BatchShare, SlicedBatches, slice_of
 from flatout.distributed.agreement import Agreement
-
-
-def slice_of(samples: int, rank: int, ranks: int) -> tuple[slice, BatchShare]:
-    """Return the samples of one rank in a batch, and the share of this rank.
-
-    The slices of all ranks are contiguous and in order. Their sizes differ by at most one, and the first ranks have the
-    larger slices. A rank without a sample gets the first sample as a stand-in, because each rank must take part in the
-    step.
-
-    Args:
-        samples: number of samples in the batch.
-        rank: number of the rank, from 0.
-        ranks: number of ranks.
-    """
-    size, larger = divmod(samples, ranks)
-    begin = rank * size + min(rank, larger)
-    own = size + (rank < larger)
-    return slice(begin, begin + own) if own else slice(0, 1), BatchShare(own, samples)
 
 
 def sliced(loader: Any, ranks: Agreement) -> Any:
@@ -60,104 +40,17 @@ def sliced(loader: Any, ranks: Agreement) -> Any:
         raise ValueError(reason)
     if not is_plain(loader) or loader.batch_sampler is None or isinstance(loader.dataset, MapDataPipe):
         return SlicedLoader(loader, ranks)
-    # With in_order=False, ranks could take slices of different batches in the same step.
-    made = clone_loader(loader, batch_sampler=SlicedBatches(loader.batch_sampler, ranks), in_order=True)
-    vars(made)[SLICED_FROM] = loader
-    if hasattr(loader, SEEDED_FROM):
-        vars(made)[SEEDED_FROM] = sliced(getattr(loader, SEEDED_FROM), ranks)
-    return made
+    return SlicedBatches.of(loader, ranks)
 
 
 def why_not_sliced(loader: Any) -> str:
     """Return the reason why a loader cannot be sliced; empty if it can.
 
-    Loaders that split their samples over the ranks (:func:`flatout.data.sharding.shards_of`) are not sliced. Their
+    Loaders that split their samples over the ranks (:func:`flatout.data.slices.shards_of`) are not sliced. Their
     batch size is that of one rank. An iterable dataset must split its samples.
     """
     shards = shards_of(loader)
     return f"the loader splits its samples over {shards} ranks itself" if shards > 1 else why_not_split(loader)
-
-
-def slices_of(loader: Any) -> SlicedBatches | None:
-    """Return the batch sampler of a sliced loader of samples; None for another loader."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return batch_sampler if type(batch_sampler) is SlicedBatches else None
-
-
-class SlicedBatches:
-    """Batch sampler that yields this rank's slices of the batches of another sampler.
-
-    A plain iteration draws the order from the generators of this process. :class:`SlicedOrder` has the order of rank 0.
-
-    Args:
-        sampler: the batch sampler of the user.
-        ranks: all ranks.
-    """
-
-    def __init__(self, sampler: Any, ranks: Agreement) -> None:
-        self.sampler = sampler
-        self.ranks = ranks
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.sampler:
-            yield self.own_part(batch)[0]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def own_part(self, batch: Any) -> tuple[Any, BatchShare]:
-        """Return this rank's slice of a batch of indices, and its share."""
-        indices = batch if hasattr(batch, "__len__") else list(batch)
-        part, share = slice_of(len(indices), self.ranks.rank, self.ranks.size)
-        return indices[part], share
-
-    def slice_too(self, loader: Any) -> Any:
-        """Return another loader, sliced for the same ranks."""
-        return sliced(loader, self.ranks)
-
-
-class SlicedOrder:
-    """Order of this rank's slices. Positions are those of whole batches.
-
-    Args:
-        whole: the order of whole batches.
-        batches: the batch sampler of the slices.
-    """
-
-    def __init__(self, whole: Order, batches: SlicedBatches) -> None:
-        self._whole = whole
-        self._batches = batches
-        self._drawn: deque[IndexSpan | OpaqueBatch | None] = deque()
-        self._has_drawn = False
-
-    def draw(self) -> None:
-        """Draw the first batches, unless they are drawn."""
-        if not self._has_drawn:
-            self._drawn.append(self.next_span(asked=True))
-
-    def next_span(self, *, asked: bool) -> IndexSpan | OpaqueBatch | None:
-        if self._drawn:
-            return self._drawn.popleft()
-        self._has_drawn = True
-        span = self._whole.next_span(asked=asked)
-        if span is None:
-            return None
-        if isinstance(span, OpaqueBatch):
-            indices, share = self._batches.own_part(span.indices)
-            return OpaqueBatch(indices, span.end, share)
-        part, share = slice_of(span.count, self._batches.ranks.rank, self._batches.ranks.size)
-        places = torch.arange(span.batches)[:, None] * span.count + torch.arange(part.start, part.stop)
-        chosen = places.flatten() + span.first if span.indices is None else span.indices[places.flatten()]
-        return IndexSpan(chosen, 0, part.stop - part.start, span.batches, span.end, share)
-
-    def position(self) -> Position:
-        return self._whole.position()
-
-    def has_drawn_since(self, position: Position) -> bool:
-        return self._whole.has_drawn_since(position)
-
-    def completed(self, position: Position) -> Position:
-        return self._whole.completed(position)
 
 
 class SlicedLoader(Forwarding):
@@ -206,3 +99,97 @@ class SlicedLoader(Forwarding):
     @property
     def _wrapped(self) -> Any:
         return unsliced(self)
+
+
+_COUNTS = "num_replicas", "num_processes", "world_size"
+"""Names of attributes with the number of ranks.
+
+torch uses the first, accelerate and transformers the second, and Hugging Face's datasets the third.
+"""
+
+
+def shards_of(loader: Any) -> int:
+    """Return the number of ranks over which a loader splits its samples by itself; 1 if the number is unknown.
+
+    The number is the attribute ``num_replicas`` (torch) or ``num_processes`` (accelerate, transformers) of the loader,
+    of its sampler or batch sampler, or of its iterable dataset. The ``world_size`` of Hugging Face's
+    ``split_dataset_by_node`` counts, too.
+    """
+    base = base_of(loader)
+    parts = [loader, *parts_of(loader if base is None else base)]
+    dataset = getattr(loader if base is None else base, "dataset", None)
+    if isinstance(dataset, IterableDataset):
+        parts += [dataset, getattr(dataset, "_distributed", None)]
+    counts = (getattr(part, name, None) for part in parts for name in _COUNTS)
+    return max((count for count in counts if type(count) is int), default=1)
+
+
+def why_not_split(loader: Any) -> str:
+    """Return why the loader's iterable dataset cannot train on several ranks; empty if it can, or is map-style."""
+    base = base_of(loader)
+    dataset = getattr(loader if base is None else base, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or shards_of(loader) > 1:
+        return ""
+    return (
+        "an iterable dataset must yield other samples on each rank, got a "
+        f"{type(dataset).__name__} that does not say so. Split it:\n"
+        "    dataset = split_dataset_by_node(dataset, dist.get_rank(), dist.get_world_size())  # Hugging Face\n"
+        "or, if it yields only the samples of its rank already, say so:\n"
+        "    dataset.rank, dataset.num_replicas = dist.get_rank(), dist.get_world_size()"
+    )
+
+
+class SamplerEpoch:
+    """Number of the epoch of a loader that is sharded by a sampler, or dataset, with ``set_epoch`` and ``epoch``.
+
+    Each epoch has the next number. A number that the user sets takes precedence. For any other loader, and on a single
+    rank, nothing happens.
+
+    Args:
+        loader: the user's loader.
+        ranks: all ranks.
+    """
+
+    def __init__(self, loader: Any, ranks: Agreement) -> None:
+        self._loader = loader
+        parts = _with_epochs(loader) if ranks.size > 1 and shards_of(loader) > 1 else iter(())
+        self._part = next(parts, None)
+        self._begun: int | None = None
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        if self._part is None:
+            return
+        if self._part.epoch == self._begun:
+            set_epoch(self._loader, self._part.epoch + 1)
+        self._begun, self._has_ended = self._part.epoch, False
+
+    def end(self) -> None:
+        """End the epoch, all of whose batches were yielded."""
+        self._has_ended = True
+
+    @property
+    def to_resume(self) -> int | None:
+        """Number of the epoch that a training resumes with; None if the loader has no numbers."""
+        if self._part is None:
+            return None
+        return self._part.epoch + (self._has_ended and self._part.epoch == self._begun)
+
+    def resume(self, epoch: Any) -> None:
+        """Set the number of the next epoch.
+
+        Raises:
+            ValueError: ``epoch`` is no number.
+        """
+        if self._part is not None:
+            set_epoch(self._loader, check_number(epoch, "sampler_epoch"))
+            self._begun = None
+
+
+def _with_epochs(loader: Any) -> Iterator[Any]:
+    base = base_of(loader)
+    base = loader if base is None else base
+    for part in (*parts_of(base), getattr(base, "dataset", None)):
+        if callable(getattr(part, "set_epoch", None)) and type(getattr(part, "epoch", None)) is int:
+            yield part

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flatout.core.batches import batch_size_of, to_device
-from flatout.data.order import BatchShare
+from flatout.data.order import BatchShare, slices_of
 from flatout.data.prefetcher import Prefetcher
-from flatout.data.slices import sliced, slices_of, why_not_sliced
+from flatout.data.slices import sliced, why_not_sliced
 from flatout.training.job import Job
 from flatout.training.loader import TrainingLoader
 from flatout.training.stepper import weighted

@@ -14,7 +14,7 @@ from flatout.data.forwarding import CopiedAsWrapped
 from flatout.data.loaders import SEEDED_FROM, original_of, set_attribute, unsliced
 from flatout.data.order import BatchShare
 from flatout.data.replay_buffer import ReplayBuffer
-from flatout.data.sharding import SamplerEpoch
+from flatout.data.slices import SamplerEpoch
 from flatout.mfu import MfuCounter
 from flatout.training.job import Job
 

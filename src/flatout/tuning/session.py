@@ -25,8 +25,7 @@ from flatout.data.feedback import why_not_ahead
 from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
-from flatout.data.sharding import shards_of
-from flatout.data.slices import sliced, why_not_sliced
+from flatout.data.slices import shards_of, sliced, why_not_sliced
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row

@@ -56,7 +56,7 @@ def replace_loaders(*, in_memory: bool = False) -> None:
 
         def __init__(self, batches: Any) -> None:
             self.batches = batches
-            self.torchs = batches._epoch._batches
+            self.torchs = batches._epoch.batches
 
         def __iter__(self) -> Epoch:
             return self

@@ -89,7 +89,10 @@ WRONG: dict[str, Callable[[Snapshot], Any]] = {
     ),
     "a position of a text": lambda good: put(good, "loader", "position", value="abc"),
     "a position below 0": lambda good: put(good, "loader", "position", "taken", value=-5),
-    "a position before nothing": lambda good: put(good, "loader", "position", "before", value=torch.ones(3)),
+    "a position of no generators": lambda good: put(good, "loader", "position", "generators", 0, value="abc"),
+    "a position of a state of nothing": lambda good: put(
+        good, "loader", "position", "generators", 0, 0, value=("torch's default generator", torch.ones(3))
+    ),
     "an object": lambda good: put(good, "steps", value=object()),
     "a cycle": lambda good: _with_a_cycle(good),
     "a deep list": lambda good: put(good, "scheduler", "deep", value=_deep()),
