@@ -37,8 +37,11 @@ def test_an_unknown_level_is_named_on_one_line() -> None:
     assert [("loud" in line, "debug" in line) for line in lines] == [(True, True)]
 
 
-def test_each_pair_and_the_noise_floor_are_a_record(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "flatout.tuning")
+def test_each_pair_and_the_noise_floor_are_a_record(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG, "flatout.trials")
+    monkeypatch.setattr(logging.getLogger("flatout.trials"), "disabled", False)
     pairs = [(block(1.0), block(1.01)), (block(1.02), block(1.0))]
     trial = PairedTrial(Noise.of(pairs, one_thread=False))
     before = len(caplog.records)

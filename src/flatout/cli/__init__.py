@@ -41,7 +41,7 @@ environment:
   FLATOUT_BUDGET     seconds of tuning, if the code sets none
   FLATOUT_CACHE      folder of plans; 'off' keeps none
   FLATOUT_PROGRESS   0 shows no progress; 1 shows it in logs, too
-  FLATOUT_LOG        info shows each decision on stderr; debug shows each pair, too
+  FLATOUT_LOG        info shows each decision on stderr; debug also each pair
   NO_COLOR           no colors, if it is not empty"""
 
 

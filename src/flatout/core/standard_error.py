@@ -13,6 +13,9 @@ from rich.console import Console
 
 from flatout.core.formatting import clean
 
+trials = logging.getLogger("flatout.trials")
+"""Logger of the noise floors, pairs, intervals and failures of trials."""
+
 
 def say(text: str) -> None:
     """Write a line on stderr, if it is open."""
@@ -29,6 +32,7 @@ def show_log() -> None:
     """
     log, wanted = logging.getLogger("flatout"), os.environ.get(LOG_VARIABLE, "").strip()
     log.addHandler(logging.NullHandler())  # without a handler, Python would print a library's warnings
+    trials.disabled = not wanted  # so that the log of a script, at any level, has no records of trials
     if not wanted:
         return
     level = logging.getLevelName(wanted.upper())

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import reduce
 
 from flatout.core.errors import Unsuitable
+from flatout.core.standard_error import trials as log
 from flatout.report.model import Trial
 from flatout.techniques import Candidate, NotApplicable, PairCandidate, StepTechnique
 from flatout.tuning.acceptance import ratio
@@ -24,8 +25,6 @@ from flatout.tuning.ranks import failure_of, same_candidates
 from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, LATE, Factorial
 from flatout.tuning.stopwatch import Block, Measure
 from flatout.tuning.trials import Screening, attempt, keep_parts, screen, together_with
-
-_log = logging.getLogger("flatout.tuning")
 
 LEAST_SHARE = 0.5
 """Least share of the remaining time for factors, even if the other techniques need more."""
@@ -165,12 +164,12 @@ class Combinations:
                 break
             gain = difference((second, first), statistic)
             factorial.add(one, other, gain)
-            if _log.isEnabledFor(logging.DEBUG):
+            if log.isEnabledFor(logging.DEBUG):
                 names = [" + ".join(factor.candidate.label for factor in each) or "none" for each in (one, other)]
-                _log.debug("pair %d: %s against %s, speed %.3f", i + 1, *names, math.exp(gain))
+                log.debug("pair %d: %s against %s, speed %.3f", i + 1, *names, math.exp(gain))
                 for factor, estimate in factorial.estimates().items():
                     speed = estimate.gain(LATE)
-                    _log.debug("  %s: %.3f (%.3f to %.3f)", factor.candidate.label, speed.ratio, speed.low, speed.high)
+                    log.debug("  %s: %.3f (%.3f to %.3f)", factor.candidate.label, speed.ratio, speed.low, speed.high)
         bench.rewind()
         factorial.close()
         return factorial

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from flatout.core.standard_error import trials as log
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
 from flatout.tuning.acceptance import Acceptance, Verdict
 from flatout.tuning.statistics import FEWEST_PAIRS, UNKNOWN_NOISE, GainSequence, NoiseFloor
 from flatout.tuning.stopwatch import Block, Measure
-
-_log = logging.getLogger("flatout.tuning")
 
 MUCH_QUIETER = 0.8
 """Ratio of the noise of CPU time to the noise of wall time below which CPU time represents blocks."""
@@ -63,8 +62,8 @@ class Noise:
         counts = one_thread and 2 * running >= len(blocks) and all(block.cpu > 0 for block in blocks)
         statistics: tuple[Statistic, ...] = ("wall", "cpu") if counts else ("wall",)
         floors = {each: NoiseFloor.of([difference(pair, each) for pair in pairs]) for each in statistics}
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug(
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
                 "noise of a pair of the baseline: %s", {each: f"±{floor.scale:.2%}" for each, floor in floors.items()}
             )
         return cls(floors, NoiseFloor.of([math.log(old.mean / new.mean) for old, new in pairs]))
@@ -148,12 +147,12 @@ class PairedTrial:
         """Add neighboring blocks of the baseline and of the candidate."""
         self.pairs.append(pair)
         self._sequence.add(difference(pair, self.statistic))
-        if _log.isEnabledFor(logging.DEBUG):
+        if log.isEnabledFor(logging.DEBUG):
             times = [f"{1e3 * block.time(self.statistic):.3f}" for block in pair]
             low, high = self._sequence.interval
             text = "pair %d: %s ms without and %s ms with, %s time; speed %.3f to %.3f, %s"
             gain = math.exp(low), math.exp(high)
-            _log.debug(text, len(self.pairs), *times, self.statistic, *gain, self.verdict)
+            log.debug(text, len(self.pairs), *times, self.statistic, *gain, self.verdict)
 
     def run(
         self,

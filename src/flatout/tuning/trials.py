@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from flatout.core import formatting
 from flatout.core.batches import sizes_of, tensors_within
 from flatout.core.errors import Unsuitable, free_memory, ran_out_of_memory
+from flatout.core.standard_error import trials as log
 from flatout.report.model import Row, Trial
 from flatout.techniques import (
     Candidate,
@@ -31,8 +31,6 @@ from flatout.tuning.ranks import failure_of
 from flatout.tuning.statistics import FEWEST_FOR_INTERVAL, FEWEST_PAIRS
 from flatout.tuning.stopwatch import Block, LoaderComparison, Stopwatch, seconds
 
-_log = logging.getLogger("flatout.tuning")
-
 HOPELESS_WARM_UP = 2.0
 """Seconds that a warm-up may take beyond ``HOPELESS`` times the expected time, if the candidate has no setup.
 
@@ -47,7 +45,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
     Raises:
         NotApplicable: the trial found that its technique does not apply.
     """
-    _log.debug("trial of %s", label)
+    log.debug("trial of %s", label)
     screened = bench.screened
     try:
         with bench.progress.candidate(label), bench.ranks.attempt():
@@ -61,7 +59,7 @@ def attempt(bench: Bench, label: str, trial: Callable[[], Trial]) -> Trial:
         failure = formatting.first_line(error)
         if ran_out_of_memory(error):
             failure = f"it ran out of memory: {failure}"
-    _log.debug("trial of %s failed: %s", label, failure)
+    log.debug("trial of %s failed: %s", label, failure)
     # Here the error is freed, and with it the frames that hold the trial's tensors.
     bench.screened = screened  # some ranks may have come further than others
     bench.rewind()
