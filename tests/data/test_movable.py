@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from flatout.data import NotExamined
-from flatout.data.torch_calls import MOST_CALLS
+from flatout.data.movable import MOST_CALLS
 from tests.data.harness import TICK, examined
 from tests.helpers import bits
 

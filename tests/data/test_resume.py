@@ -330,6 +330,23 @@ def test_indices_keep_their_types(kind):
     assert [first, *map(plain, resumed)] == theirs
 
 
+def test_the_number_of_the_epoch_is_resumed():
+    """The user's loop may set the number of the next epoch only."""
+
+    def make() -> tuple[DistributedSampler, Prefetcher]:
+        sampler: DistributedSampler = DistributedSampler(dataset(), 2, 1)
+        return sampler, Prefetcher(DataLoader(dataset(), 4, sampler=sampler), "cpu")
+
+    sampler, prefetcher = make()
+    sampler.set_epoch(3)
+    iterator = iter(prefetcher)
+    next(iterator)
+    again, resumed = make()
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert plain(list(resumed)) == plain(list(iterator))
+    assert again.epoch == 3
+
+
 def test_between_epochs():
     """A state saved between epochs starts the next epoch, with the loader's own generator restored."""
     torch.manual_seed(0)

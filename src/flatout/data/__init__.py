@@ -10,7 +10,6 @@ from flatout.core.batches import (
     tensors_within,
     to_device,
 )
-from flatout.data import forked_objects  # noqa: F401  (registers a handler of forks)
 from flatout.data.cache import CachedDataset, cache_in_memory
 from flatout.data.in_memory_loader import InMemoryLoader, why_not_in_memory
 from flatout.data.loaders import clone_loader, is_rewindable

@@ -1,8 +1,9 @@
-"""Exceptions of worker processes with their arguments and causes, and detection of dead workers."""
+"""Worker processes: whole exceptions, detection of dead workers, and CUDA objects in forks."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing.connection
 import os
 import pickle
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.utils.data._utils.worker
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -206,3 +208,17 @@ def _end(exitcode: int) -> str:
         return f"exited with code {exitcode}"
     name = signal.Signals(-exitcode).name
     return f"was killed by {name}" + (f", {_HINTS[name]}" if name in _HINTS else "")
+
+
+def _keep_objects() -> None:
+    """Exclude all objects of the parent from garbage collection, if the parent has used a CUDA device.
+
+    CUDA raises in a child whose parent has used the device. The destructors of torch's events, and of tensors that
+    several streams have used, do not catch the exception, so the child ends with SIGABRT. A garbage collection in the
+    child would call these destructors (https://github.com/rwth-i6/returnn/issues/1494).
+    """
+    if torch.cuda._is_in_bad_fork():
+        gc.freeze()
+
+
+os.register_at_fork(after_in_child=_keep_objects)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.gather import why_not_column
+from flatout.data.in_memory_loader import why_not_column
 
 _LARGEST_INT = torch.iinfo(torch.int64).max
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -448,7 +449,7 @@ class MapStyleSource(IndexedSource):
         return self._begin(Epoch(self, batches, at=(order, order.begun, 0)))
 
     def _make_twin(self) -> DataLoader[Any]:
-        sampler, seed = _TwinSampler(self), None
+        sampler, seed = _TwinSampler(self._loader, weakref.WeakMethod(self._order)), None
         if self._loaded is not None or self._draws_no_seed:
             # The same worker seeds would repeat the augmentation of the epoch's first batches.
             seed = self._worker_seed if self._loaded is None else self._worker_seed + self._loaded["position"]["taken"]
@@ -499,6 +500,10 @@ class MapStyleSource(IndexedSource):
 class _TwinSampler:
     """Sampler of a twin, which yields the batches of the source's orders.
 
+    Args:
+        loader: the user's loader.
+        make_order: weak reference to the source's function, because the source may hold the twin and its workers.
+
     Attributes:
         order: order that began last.
         is_begun: True if the order of the next epoch has begun.
@@ -506,8 +511,8 @@ class _TwinSampler:
         shared_seed: seed of rank 0's workers, from which this rank derives its own; None if both are the same.
     """
 
-    def __init__(self, source: MapStyleSource) -> None:
-        self._source = source
+    def __init__(self, loader: DataLoader[Any], make_order: weakref.WeakMethod[Callable[[None], Order]]) -> None:
+        self._loader, self._make_order = loader, make_order
         self.order: Order | None = None
         self.is_begun = self.draws_seed = False
         self.shared_seed: int | None = None
@@ -515,7 +520,9 @@ class _TwinSampler:
 
     def begin(self) -> None:
         """Begin the order of the next epoch."""
-        self.order = self._source._order(None)
+        make_order = self._make_order()
+        assert make_order is not None  # only the source iterates its twin
+        self.order = make_order(None)
 
     def seed_apart(self, twin: DataLoader[Any], rank: int) -> None:
         """Give the workers of a twin other seeds than those of rank 0."""
@@ -528,7 +535,7 @@ class _TwinSampler:
         if not self.is_begun:
             self.begin()
             if self.draws_seed:
-                draw_seed(self._source._loader.generator)
+                draw_seed(self._loader.generator)
         if self._apart is not None and self.shared_seed is None:
             generator, own, rank = self._apart
             self.shared_seed = draw_seed(generator)
@@ -537,7 +544,7 @@ class _TwinSampler:
         return self.order
 
     def __len__(self) -> int:
-        return len(self._source._loader)
+        return len(self._loader)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -602,6 +609,8 @@ def _check_position(position: Any, generators: RandomState) -> None:
         return
     check_number(position["drawn"], "position['drawn']")
     check_kinds(position["generators"], [], "position['generators']")
+    if position.get("epoch") is not None:
+        check_number(position["epoch"], "position['epoch']")
     for states in position["generators"]:
         generators.write(states)
         generators.restore()
