@@ -791,7 +791,7 @@ def test_a_graph_is_tried_with_a_fused_optimizer_that_does_not_pay_alone(tuned, 
 
 
 def test_close_calls_leave_time_for_a_graph(tuned):
-    run, _ = tuned(0.05, 0.05, 0.02, budget=6, noise=0.3, cpu_threads=None)
+    run, _ = tuned(0.05, 0.05, 0.02, budget=8, noise=0.3, cpu_threads=None)
     assert run.report.row("cuda_graph").trials
 
 
