@@ -77,7 +77,8 @@ def test_the_techniques_that_change_a_guard() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tuning_compiles_no_code_of_the_script_again(name: str, clock: Clock) -> None:
     frames = {}
-    for techniques in (("fused_optimizer",), (*RECOMPILING, "fused_optimizer")):
+    few = ("fused_optimizer",)
+    for techniques in (few, few, (*RECOMPILING, *few)):  # the first run in a process may compile one frame more
         torch._dynamo.reset()
         before = compiled_frames()
         run = tuned(MODELS[name](), clock, techniques=only(*techniques))

@@ -32,7 +32,7 @@ def check_kinds(state: Any, own: Any, where: str) -> None:
         for key in own.keys() & state.keys():
             check_kinds(state[key], own[key], f"{where}[{key!r}]")
     elif isinstance(own, (list, tuple)):
-        if isinstance(own, tuple) and len(own) != len(state):
+        if (isinstance(own, tuple) or isinstance(state, tuple)) and len(own) != len(state):
             raise ValueError(f"{where} must have {len(own)} entries, got {len(state)}")
         for i, (value, expected) in enumerate(zip(state, own, strict=False)):
             check_kinds(value, expected, f"{where}[{i}]")
