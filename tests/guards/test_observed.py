@@ -1,11 +1,14 @@
 """Steps that draw from Python's generators or change Python objects, seen by the first step or in trials."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from flatout.techniques.compile import Compile
 from flatout.training.objective import Objective
+from flatout.tuning import trials
 from tests.jobs import job_of
 from tests.reasons import reasons
 from tests.techniques.harness import decided
@@ -46,6 +49,7 @@ def test_evidence_that_appears_in_a_trial_rejects_the_candidate(field, monkeypat
 
     monkeypatch.setattr(Objective, "loss", loss_seen)
     monkeypatch.setattr(Compile, "candidates", candidates_tried)
+    monkeypatch.setattr(trials, "HOPELESS", math.inf)  # a hopeless candidate is rejected before its evidence is read
     with decided("compile", job=job(lambda model, x: model(x).sum())) as outcome:
         row = outcome.rows["compile"]
     assert row.status == "rejected"

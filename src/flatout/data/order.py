@@ -491,7 +491,8 @@ def _blocks(sampler: Any, samples: int | None) -> Iterator[Any] | None:
     if generator is not None and generator.device.type != "cpu":
         return None
     if kind is SubsetRandomSampler and samples is not None:
-        indices = as_indices(sampler.indices, samples)
+        with serial():
+            indices = as_indices(sampler.indices, samples)
         return None if indices is None else _drawn(sampler, indices)
     if kind not in _SOURCES or len(getattr(sampler, _SOURCES[kind])) > (sys.maxsize if samples is None else samples):
         return None
@@ -543,9 +544,9 @@ def _in_batches(blocks: Iterator[Any], size: int, drop_last: bool) -> Iterator[R
     while True:
         with serial():
             block = next(blocks, None)
-        if block is None:
-            break
-        left = torch.cat([left, block]) if len(left) else block
+            if block is None:
+                break
+            left = torch.cat([left, block]) if len(left) else block
         if full := len(left) // size:
             yield Run(left[: full * size], size, full)
             left = left[full * size :]
