@@ -27,12 +27,12 @@ from flatout.techniques import (
 )
 from flatout.techniques.batch_size import BatchCandidate, largest_batch
 from flatout.tuning.acceptance import ratio
+from flatout.tuning.arguments import BATCH_SIZE, Choices
 from flatout.tuning.batch_sizes import SizeTrials, memory_limit, parts_that_fit
 from flatout.tuning.bench import Bench
 from flatout.tuning.costs import exposed_ms
 from flatout.tuning.ledger import Decision
 from flatout.tuning.ranks import applies_on_all, same_candidates
-from flatout.tuning.request import BATCH_SIZE, Choices
 from flatout.tuning.stopwatch import LoaderComparison
 from flatout.tuning.trials import (
     attempt,
