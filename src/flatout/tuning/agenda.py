@@ -27,6 +27,7 @@ from flatout.training.device_verdict import judged
 from flatout.training.job import Job
 from flatout.training.spec import CACHED
 from flatout.training.step_flops import peak_of
+from flatout.tuning.acceptance import least_saving
 from flatout.tuning.arguments import BATCH_SIZE
 from flatout.tuning.bench import SHARE, TRIAL_SECONDS, Bench
 from flatout.tuning.budget import RACE_SHARE, Budget
@@ -216,7 +217,7 @@ class Agenda:
         session = self.session
         if not session.measures:
             return []
-        least = session.bench.acceptance.least_saving * session.bench.pace.total_ms
+        least = least_saving(session.bench.known_noise) * session.bench.pace.total_ms
         worth = [t for t in self.open if self._tried.get(t, 0.0) < TRIAL_SECONDS or self._promise(t) >= least]
         return [technique for technique in worth if session.tuner.may_try(technique)]
 
