@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
 from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
+from flatout.core.replaced import replaced
 from flatout.core.saved import nbytes_of
 from flatout.core.snapshot import Snapshot
 
@@ -100,18 +101,14 @@ class Recorder:
         self._dropped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backwards: list[_Backward] = []
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._call, self._backward = nn.Module.__call__, torch.autograd.backward
-        self._noted_call, self._noted_backward = self._noting_calls(self._call), self._noting_losses(self._backward)
-        nn.Module.__call__ = self._noted_call  # type: ignore[method-assign]
-        torch.autograd.backward = self._noted_backward
+        self._stack = ExitStack()
+        self._stack.enter_context(replaced(nn.Module, "__call__", self._noting_calls))
+        self._stack.enter_context(replaced(torch.autograd, "backward", self._noting_losses))
 
     def close(self) -> None:
         """Restore torch's functions."""
         self._is_suspended = True  # other code may have kept the functions of this recorder
-        if nn.Module.__call__ is self._noted_call:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        if torch.autograd.backward is self._noted_backward:
-            torch.autograd.backward = self._backward
+        self._stack.close()
         self._calls.clear()
         self._backwards.clear()
 
