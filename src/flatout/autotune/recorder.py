@@ -31,6 +31,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
+from flatout.core.errors import parameters_of
 from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
 from flatout.core.replaced import replaced
@@ -227,7 +228,7 @@ class Recorder:
 
     def _pass_on(self, optimizer: Optimizer) -> None:
         self._stepped_by.add(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         batches: weakref.WeakKeyDictionary[nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         seconds: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
         for backward in self._backwards:
@@ -387,14 +388,18 @@ class RecordedStep:
         return torch.stack([linearized_loss(module, recorded) for recorded in step]).sum()
 
 
-def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def with_gradients_of_update(
+    module: nn.Module, optimizer: Optimizer, batches: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
     """Return the batches of an update with the gradients that its optimizer received.
 
     A loss scaler, clipping of gradients and a division by the number of backwards change gradients after a backward.
-    The factor is the norm of the present gradients, divided by their norm after the recorded backwards alone.
+    The factor is the norm of the present gradients, divided by their norm after the recorded backwards alone. Gradients
+    of parameters that the optimizer does not hold do not count, because a script may never scale or clear them.
 
     Args:
         module: the module, which still has the gradients of the update.
+        optimizer: the optimizer that has stepped.
         batches: its recorded calls, one batch for each backward.
 
     Returns:
@@ -403,12 +408,13 @@ def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]
     Raises:
         Unrepeatable: the module's code cannot be repeated without a trace.
     """
-    parameters = [p for p in module.parameters() if p.grad is not None]
+    held = set(map(id, parameters_of(optimizer)))
+    parameters = [p for p in module.parameters() if p.grad is not None and id(p) in held]
     if not parameters:
         return batches
     seen = _gradient_norm(parameters)
     with _restored(module, batches):
-        for parameter in parameters:
+        for parameter in module.parameters():
             parameter.grad = None
         for batch in batches:
             objects = [part for node in reachable([batch["args"], batch["kwargs"]]) for part in parts_of(node, 0)]
