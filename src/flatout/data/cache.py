@@ -19,7 +19,7 @@ from flatout.data.in_memory_loader import InMemoryLoader, why_not_collated
 from flatout.data.order import why_not_ordered
 from flatout.data.prefetcher import Prefetcher
 from flatout.data.samples import NotCacheable, SampleLayout, taken_apart
-from flatout.data.table import Table
+from flatout.data.table import SharedRows, Table
 from flatout.data.watch import Watch, files_opened
 
 _CHUNK = 32  # samples that `fill` decodes at a time, at most
@@ -27,7 +27,101 @@ _CHUNKS = 8  # for each worker, at least; with larger chunks, workers would wait
 _SECOND_LOOK = 16  # samples evaluated twice
 
 
-class CachedDataset(Forwarding, Dataset):
+class SampleCache(Forwarding, Dataset):
+    """Base of datasets that keep samples, or parts of samples, of another dataset in shared memory.
+
+    A later change of ``dataset`` ends the cache. From then on all samples come from ``dataset``, in all processes. The
+    process that made the cache looks for changes. It compares attributes and the length whenever samples are
+    requested. At the start of each epoch it compares everything that Python can reach from ``dataset``.
+
+    Args:
+        dataset: map-style.
+
+    Attributes:
+        dataset: the wrapped dataset.
+        on_change: called with the change, as a clause, when a change ends the cache. None: warn.
+        why_unsure: reason why some changes of ``dataset`` cannot be seen, as a clause; empty if all can.
+
+    Raises:
+        NotCacheable: the dataset cannot be cached. The message says why.
+    """
+
+    _OWN = frozenset({"dataset", "on_change", "why_unsure"})
+    _table: SharedRows
+
+    def __init__(self, dataset: Any) -> None:
+        reason = _why_not_dataset(dataset)
+        if reason is not None:
+            raise NotCacheable(reason)
+        self.dataset = dataset
+        self.on_change: Callable[[str], object] | None = None
+        self._watch: Watch | None = None
+        self._asked = 0  # samples that were requested since the last check
+        self.why_unsure = ""
+        self._generators: list[Any] | None = generators_in(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def _wrapped(self) -> Any:
+        return self.dataset
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Generators are searched again in the copy. Only one process looks for changes.
+        return vars(self) | {"_generators": None, "_watch": None, "on_change": None}
+
+    @property
+    def given_up(self) -> str | None:
+        """Reason why samples are no longer cached, the same in all processes; ``None`` while they are cached."""
+        return self._table.note
+
+    def _sample_was_read(self) -> None:
+        if self._watch is not None:
+            self._watch.sample_was_read()
+
+    def check(self) -> bool:
+        """Look for changes of the dataset at the start of an epoch. Return False if samples come from the dataset."""
+        self._asked = 0
+        return self._holds_after(None if self._watch is None else self._watch.seen())
+
+    def check_nearby(self) -> bool:
+        """Look for changes of the dataset in about 2 microseconds. Return False if samples come from the dataset."""
+        if self._watch is not None and (seen := self._watch.seen_nearby()):
+            return self._holds_after(seen)
+        return not self._table.has(self._table.rows)  # the note, as in `given_up`
+
+    def _holds_after(self, seen: str | None) -> bool:
+        if seen:
+            self._watch = None
+            if self._table.leave_note(f"the dataset has changed: {seen}"):
+                if self.on_change is None:
+                    warnings.warn(f"samples are not cached any more: {seen}", stacklevel=4)
+                else:
+                    self.on_change(seen)
+        return self.given_up is None
+
+    def _still_holds(self, count: int) -> bool:
+        """Look for changes before ``count`` samples are taken."""
+        is_new_epoch = self._asked + count > self._table.rows
+        still_holds = self.check() if is_new_epoch else self.check_nearby()
+        self._asked += count
+        return still_holds
+
+    def _row(self, index: Any) -> int | None:
+        """Return the row of an index; ``None`` unless the index is an integer in ``[0, len)``."""
+        if isinstance(index, Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
+            index = index.item()
+        if (type(index) is int or isinstance(index, np.integer)) and 0 <= index < self._table.rows:
+            return int(index)
+        return None
+
+    def _give_up(self, reason: NotCacheable) -> None:
+        if self._table.leave_note(str(reason)):
+            warnings.warn(f"samples are not cached any more: {reason}", stacklevel=3)
+
+
+class CachedDataset(SampleCache):
     """Deterministic map-style dataset whose samples are decoded once, by the first process that requests them.
 
     Samples are stored in columns of contiguous memory. All processes that are forked later share this memory, and so do
@@ -70,21 +164,15 @@ class CachedDataset(Forwarding, Dataset):
         NotCacheable: the dataset cannot be cached. The message says why. Generators are restored, as on success.
     """
 
-    _OWN = frozenset({"dataset", "on_change", "why_unsure"})
+    _table: Table
 
     def __init__(self, dataset: Any, *, byte_budget: int | None = None, force: bool = False) -> None:
-        reason = _why_not_dataset(dataset)
-        if reason is not None:
-            raise NotCacheable(reason)
-        self.dataset = dataset
-        self.on_change: Callable[[str], object] | None = None
-        self._watch: Watch | None = None if force else Watch(dataset, self._holds)
+        super().__init__(dataset)
+        self._watch = None if force else Watch(dataset, self._holds)
         self.why_unsure = "" if self._watch is None else self._watch.opaque
-        self._asked = 0  # samples that were requested since the last check
         self._force = force
-        self._generators: list[Any] | None = generators_in(dataset)
         budget = available_memory() // 4 if byte_budget is None else byte_budget
-        with RandomState.of(self._generators).restored(), files_opened() as files:
+        with RandomState.of(self._generators or []).restored(), files_opened() as files:
             before = self._random_state()
             (sample,) = _samples(dataset, [0])
             _refuse_moved(before, [0])  # early, as most random datasets draw for the first sample
@@ -94,9 +182,6 @@ class CachedDataset(Forwarding, Dataset):
             if not force:
                 self._look_twice()
         self._was_read(files)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         row = self._row(index)
@@ -138,19 +223,6 @@ class CachedDataset(Forwarding, Dataset):
             made = dict(zip(missing, samples, strict=True))
         return [self._table.take(row) if self._table.has(row) else made[row] for row in rows]
 
-    @property
-    def _wrapped(self) -> Any:
-        return self.dataset
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Generators are searched again in the copy. Only one process looks for changes.
-        return vars(self) | {"_generators": None, "_watch": None, "on_change": None}
-
-    @property
-    def given_up(self) -> str | None:
-        """Reason why samples are no longer cached, the same in all processes; ``None`` while they are cached."""
-        return self._table.note
-
     def fill(self, *, num_workers: int = 0, multiprocessing_context: Any = None) -> None:
         """Decode all samples that are missing.
 
@@ -179,44 +251,13 @@ class CachedDataset(Forwarding, Dataset):
                     files.update(opened)
         self._was_read(files)
 
-    def _sample_was_read(self) -> None:
-        if self._watch is not None:
-            self._watch.sample_was_read()
-
     def _was_read(self, files: set[str]) -> None:
         if self._watch is not None:
             self._watch.samples_were_read(files)
 
-    def check(self) -> bool:
-        """Look for changes of the dataset at the start of an epoch. Return False if samples come from the dataset."""
-        self._asked = 0
-        return self._holds_after(None if self._watch is None else self._watch.seen())
-
-    def check_nearby(self) -> bool:
-        """Look for changes of the dataset in about 2 microseconds. Return False if samples come from the dataset."""
-        if self._watch is not None and (seen := self._watch.seen_nearby()):
-            return self._holds_after(seen)
-        return not self._table.has(self._table.rows)  # the note, as in `given_up`
-
-    def _holds_after(self, seen: str | None) -> bool:
-        if seen:
-            self._watch = None
-            if self._table.leave_note(f"the dataset has changed: {seen}"):
-                if self.on_change is None:
-                    warnings.warn(f"samples are not cached any more: {seen}", stacklevel=4)
-                else:
-                    self.on_change(seen)
-        return self.given_up is None
-
-    def _still_holds(self, count: int) -> bool:
-        """Look for changes before ``count`` samples are taken."""
-        is_new_epoch = self._asked + count > self._table.rows
-        still_holds = self.check() if is_new_epoch else self.check_nearby()
-        self._asked += count
-        return still_holds
-
-    def _holds(self, row: int, sample: Any) -> bool:
-        """Return True if a sample that was made again equals the one in memory."""
+    def _holds(self, row: int) -> bool:
+        """Make a sample again, and return True if it equals the one in memory."""
+        sample = self.dataset[row]
         try:
             layout, values = _taken_apart(row, sample)
         except NotCacheable:
@@ -237,14 +278,6 @@ class CachedDataset(Forwarding, Dataset):
             yield from decoded
         finally:
             decoded.close()
-
-    def _row(self, index: Any) -> int | None:
-        """Return the row of an index; ``None`` unless the index is an integer in ``[0, len)``."""
-        if isinstance(index, Tensor) and index.dim() == 0 and index.dtype in (torch.int64, torch.int32):
-            index = index.item()
-        if (type(index) is int or isinstance(index, np.integer)) and 0 <= index < self._table.rows:
-            return int(index)
-        return None
 
     def _random_state(self) -> RandomState | None:
         """Return the states of the generators that must not move while a sample is made; ``None`` if forced."""
@@ -280,10 +313,6 @@ class CachedDataset(Forwarding, Dataset):
             if layout != self._table.layout or not self._table.holds(row, values):
                 raise NotCacheable(f"dataset[{row}] gave two different results: the dataset is random")
         _refuse_moved(before, spread)
-
-    def _give_up(self, reason: NotCacheable) -> None:
-        if self._table.leave_note(str(reason)):
-            warnings.warn(f"samples are not cached any more: {reason}", stacklevel=3)
 
 
 class _Decoding(Dataset):

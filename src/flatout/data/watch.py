@@ -52,10 +52,10 @@ class Watch:
 
     Args:
         dataset: a dataset of which no sample is in memory yet.
-        holds: function of an index and a new sample that returns False if another sample is in memory.
+        holds: makes the sample of an index again, and returns False if another sample is in memory.
     """
 
-    def __init__(self, dataset: Any, holds: Callable[[int, Any], bool]) -> None:
+    def __init__(self, dataset: Any, holds: Callable[[int], bool]) -> None:
         self._dataset = dataset
         self._holds = holds
         self._process = os.getpid()
@@ -79,8 +79,7 @@ class Watch:
         if self._contents.changed():
             self._contents.ignore_changes()
         self._was_read = False
-        states = {path: _state_of(path) for path in files if path not in self._files}
-        self._files |= {path: state for path, state in states.items() if state is not None}
+        self._files |= states_of(path for path in files if path not in self._files)
 
     def sample_was_read(self) -> None:
         """Ignore changes that reading a sample has made, as ``samples_were_read`` does, but in less time."""
@@ -126,7 +125,7 @@ class Watch:
         for number, (path, state) in enumerate(files[first:] + files[:first]):
             if number % 64 == 63 and time.perf_counter() > deadline:
                 break
-            if _state_of(path) != state:
+            if state_of(path) != state:
                 return f"file {path} has changed"
         return ""
 
@@ -138,7 +137,7 @@ class Watch:
                     break
                 index = _choice.randrange(self._length)
                 try:
-                    is_same = self._holds(index, self._dataset[index])
+                    is_same = self._holds(index)
                 except Exception as error:  # of the user's code
                     return f"reading sample {index} raises {type(error).__name__}"
                 if not is_same:
@@ -152,7 +151,13 @@ _choice = random.Random()
 """Separate generator, so that the script's random numbers stay the same."""
 
 
-def _state_of(path: str) -> tuple[int, ...] | None:
+def states_of(paths: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return the states of the files that exist, by path."""
+    return {path: state for path in paths if (state := state_of(path)) is not None}
+
+
+def state_of(path: str) -> tuple[int, ...] | None:
+    """Return the device, inode, size and time of change of a file. None without the file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import (
 
 from flatout.core.batches import cloned, tensors_of
 from flatout.core.contents import Contents
-from flatout.data.cache import CachedDataset
+from flatout.data.cache import SampleCache
 from flatout.data.in_memory_loader import InMemoryLoader
 from flatout.data.loader_class import GET_ITERATOR, base_of
 from flatout.data.loaders import clone_loader
@@ -57,7 +57,7 @@ class WorkersWatch:
         """Compare everything that the workers use with the last call. Return True if it is as before."""
         if self._contents is not None and not self._contents.changed():
             return True
-        dataset = loader.dataset.dataset if type(loader.dataset) is CachedDataset else loader.dataset
+        dataset = loader.dataset.dataset if isinstance(loader.dataset, SampleCache) else loader.dataset
         self._contents = Contents(dataset, loader.collate_fn)
         return False
 
@@ -102,7 +102,7 @@ def watch_workers(loader: Any, on_change: Callable[[str], object]) -> Any:
 
 
 def check_epochs(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return ``loader``. Its ``CachedDataset``, also in clones, is checked at the start of each epoch from now on."""
+    """Return ``loader``. Its ``SampleCache``, also in clones, is checked at the start of each epoch from now on."""
     vars(loader)[GET_ITERATOR] = WatchedIterators(None).of(loader)
     return loader
 
@@ -113,7 +113,7 @@ def is_off(loader: Any) -> bool:
         return loader.is_off
     watched, dataset = getattr(loader, "__dict__", {}).get(GET_ITERATOR), getattr(loader, "dataset", None)
     ended = watched is not None and watched.watch is not None and watched.watch.is_off
-    return ended or (type(dataset) is CachedDataset and dataset.given_up is not None)
+    return ended or (isinstance(dataset, SampleCache) and dataset.given_up is not None)
 
 
 class WatchedIterators:
@@ -137,7 +137,7 @@ class WatchedIterators:
         """Return an iterator over a new epoch."""
         loader = self._loader()
         assert loader is not None
-        if type(loader.dataset) is CachedDataset:
+        if isinstance(loader.dataset, SampleCache):
             loader.dataset.check()
         if self.watch is None or loader.num_workers == 0:
             return DataLoader._get_iterator(loader)

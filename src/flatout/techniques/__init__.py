@@ -35,6 +35,7 @@ from flatout.techniques.in_memory import InMemory
 from flatout.techniques.malloc import Malloc
 from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.precision import Precision
+from flatout.techniques.prefix_cache import PrefixCaching
 from flatout.techniques.sdpa_backend import SdpaBackend
 from flatout.techniques.static_graph import StaticGraph
 from flatout.techniques.sync_points import SyncPoints
@@ -66,6 +67,7 @@ REGISTRY: tuple[Technique, ...] = (
     GradientBuckets(),
     GradientCompression(),
     InMemory(),
+    PrefixCaching(),
     Workers(),
     Transforms(),
     SyncPoints(),

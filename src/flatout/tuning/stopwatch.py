@@ -15,8 +15,9 @@ from torch.autograd import profiler
 
 from flatout.core.batches import batch_size_of
 from flatout.core.kineto import allocated_peak, quiet_allocator, quiet_kineto
-from flatout.data import InMemoryLoader, Prefetcher, clone_loader
+from flatout.data import InMemoryLoader, Prefetcher
 from flatout.data.loader_class import base_of
+from flatout.data.prefix import for_trial
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Pace, Statistic
 from flatout.techniques import Candidate
@@ -210,7 +211,7 @@ class Stopwatch:
         self._ranks = job.spec.ranks
         self._workers, self.queue = (1, 0) if loader is None else workers_and_queue(job, loader)
         if loader is not None and base_of(loader) is not None:
-            loader = clone_loader(loader)
+            loader = for_trial(loader)
         if isinstance(loader, InMemoryLoader):
             loader = loader.clone()
         self.refill_seconds = 0.0

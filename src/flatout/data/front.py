@@ -1,0 +1,236 @@
+"""Front of a dataset's transforms: the steps before the first one that may draw random numbers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from flatout.core.batches import map_tensors
+
+Step = Callable[..., Any]
+
+_LIBRARIES = ("torchvision.transforms.", "timm.data.transforms.")
+_DETERMINISTIC = {
+    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "MaybePILToTensor", "MaybeToTensor", "Normalize"),
+    *("Pad", "PILToTensor", "RGB", "Resize", "ToDtype", "ToImage", "ToNumpy", "ToPILImage", "ToPureTensor", "ToTensor"),
+}
+_CALLED_SO = re.compile("transform|augment|tfm|preprocess|(^|_)augs?(_|$)")
+"""Names of attributes that hold a transform of the user's."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_DEEPEST = 4
+"""Levels of datasets within datasets, such as a ``Subset`` of an ``ImageFolder``."""
+
+
+class _Args(tuple):
+    """Several positional arguments of a transform."""
+
+    __slots__ = ()
+
+
+class _Kwargs(dict):
+    """Keyword arguments of a transform, as those of albumentations have."""
+
+
+class Cut:
+    """Value between the front of a transform and the rest of it. A sample holds it as a leaf.
+
+    Args:
+        value: result of the front.
+        number: position among the values of a sample, in the order in which the dataset makes them.
+        rest: for each transform that is still to run, its number and its first step.
+        key: item of the transform's result; None for the whole result.
+    """
+
+    def __init__(
+        self, value: Any, number: int, rest: tuple[tuple[int, int], ...], key: int | str | None = None
+    ) -> None:
+        self.value, self.number, self.rest, self.key = value, number, rest, key
+
+
+@dataclass(eq=False)
+class Front:
+    """Copy of a dataset whose transforms run up to the first step that may draw. Its samples hold :class:`Cut`.
+
+    Attributes:
+        dataset: the copy. Its other attributes are those of the user's dataset.
+        transforms: steps of each transform that was cut.
+        lengths: number of steps in the front of each transform.
+    """
+
+    dataset: Any = None
+    transforms: list[list[Step]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    _made: int = 0
+
+    def sample(self, index: int) -> Any:
+        """Return sample ``index`` after the front."""
+        self._made = 0
+        return self.dataset[index]
+
+    def finished(self, sample: Any) -> Any:
+        """Run the rest of the transforms, in the order in which the dataset runs them."""
+        done: dict[int, Any] = {}
+        for cut in sorted(cuts_in(sample), key=lambda cut: cut.number):
+            if cut.number not in done:
+                done[cut.number] = self._rest_of(cut)
+
+        def result(leaf: Any) -> Any:
+            if type(leaf) is not Cut:
+                return leaf
+            return done[leaf.number] if leaf.key is None else done[leaf.number][leaf.key]
+
+        return map_tensors(lambda tensor: tensor, sample, result)
+
+    def values(self, cut: Cut) -> Iterator[Any]:
+        """Yield the values between the steps after a cut, up to the first step that may draw."""
+        number, first = cut.rest[0]
+        value = cut.value
+        yield value
+        for step in self.transforms[number][first : deterministic_steps(self.transforms[number])]:
+            value = _applied(step, value)
+            yield value
+
+    def _rest_of(self, cut: Cut) -> Any:
+        value = cut.value
+        for number, first in cut.rest:
+            for step in self.transforms[number][first:]:
+                value = _applied(step, value)
+        return value
+
+    def _cut(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value: Any = args[0] if len(args) == 1 and not kwargs else _Kwargs(kwargs) if kwargs else _Args(args)
+        if type(value) is Cut and value.key is None:  # one transform's result is the argument of the next
+            return Cut(value.value, value.number, (*value.rest, (number, 0)))
+        if (args and kwargs) or any(type(each) is Cut for each in (*args, *kwargs.values())):
+            raise TypeError("the arguments of a transform are no values of one kind")
+        length, order = self.lengths[number], self._made
+        self._made += 1
+        for step in self.transforms[number][:length]:
+            value = _applied(step, value)
+        rest = ((number, length),)
+        if type(value) is _Kwargs:
+            return {key: Cut(value, order, rest, key) for key in value}
+        return (
+            tuple(Cut(value, order, rest, i) for i in range(len(value)))
+            if type(value) is _Args
+            else Cut(value, order, rest)
+        )
+
+
+def _applied(step: Step, value: Any) -> Any:
+    if type(value) is _Kwargs:
+        return step(**value)
+    return _Args(step(*value)) if type(value) is _Args else step(value)
+
+
+@dataclass(frozen=True)
+class _CutTransform:
+    """Transform of a :class:`Front`, in place of the user's."""
+
+    front: Front
+    number: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.front._cut(self.number, args, kwargs)
+
+
+def front_of(dataset: Any) -> Front | None:
+    """Return the front of a dataset, with no step in it. None if the dataset has no transform.
+
+    A transform is an attribute of the dataset, or of a dataset inside it. It is a transform of torchvision or timm, or
+    a callable whose name says that it is one. The user's objects do not change.
+    """
+    front = Front()
+    front.dataset = _with_cuts(dataset, front, _DEEPEST)
+    return front if front.transforms else None
+
+
+def cuts_in(sample: Any) -> list[Cut]:
+    """Return all cut values in a sample."""
+    found: list[Cut] = []
+
+    def look(leaf: Any) -> Any:
+        if type(leaf) is Cut:
+            found.append(leaf)
+        return leaf
+
+    map_tensors(lambda tensor: tensor, sample, look)
+    return found
+
+
+def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
+    """Return a copy of a dataset with cut transforms; the dataset itself if there is nothing to cut."""
+    attributes = getattr(holder, "__dict__", None)
+    if attributes is None or not depth:
+        return holder
+    changed: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, Dataset) or type(value).__qualname__ == "StandardTransform":
+            made: Any = _with_cuts(value, front, depth - 1)
+        elif type(value) is list and value and all(isinstance(each, Dataset) for each in value):  # ConcatDataset
+            made = [_with_cuts(each, front, depth - 1) for each in value]
+            made = value if all(map(_is, made, value)) else made
+        elif is_transform(value, name):
+            made = _cut_transform(value, front)
+        else:
+            continue
+        if made is not value:
+            changed[name] = made
+    if not changed:
+        return holder
+    copied = copy.copy(holder)
+    vars(copied).update(changed)
+    return copied
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+def _cut_transform(transform: Any, front: Front) -> _CutTransform:
+    """Return the cut form of a transform. A transform in two attributes, as in ``VisionDataset``, is cut once."""
+    steps = list(steps_of(transform))
+    for number, known in enumerate(front.transforms):
+        if len(known) == len(steps) and all(map(_is, known, steps)):
+            return _CutTransform(front, number)
+    front.transforms.append(steps)
+    front.lengths.append(0)
+    return _CutTransform(front, len(front.transforms) - 1)
+
+
+def deterministic_steps(steps: Sequence[Step]) -> int:
+    """Return the number of steps before the first one that may draw random numbers."""
+    return next((i for i, step in enumerate(steps) if not _is_deterministic(step)), len(steps))
+
+
+def steps_of(transform: Any) -> Iterator[Step]:
+    """Yield the steps of a transform, those of nested ``Compose`` objects included."""
+    is_sequential = type(transform) is torch.nn.Sequential
+    is_compose = type(transform).__name__ == "Compose" and _is_of_library(transform)
+    if (is_sequential or is_compose) and not any(getattr(transform, name, None) for name in _HOOKS):
+        for step in transform if is_sequential else transform.transforms:
+            yield from steps_of(step)
+    else:
+        yield transform
+
+
+def is_transform(value: Any, name: str) -> bool:
+    """Return True if an attribute is a transform of torchvision or timm, or a callable that is called a transform."""
+    if not callable(value) or isinstance(value, type):
+        return False
+    return _is_of_library(value) or _CALLED_SO.search(name) is not None
+
+
+def _is_deterministic(step: Step) -> bool:
+    """Return True if a step is known to draw no random numbers, and to depend on its arguments alone."""
+    return type(step).__name__ in _DETERMINISTIC and _is_of_library(step)
+
+
+def _is_of_library(value: Any) -> bool:
+    return f"{type(value).__module__}.".startswith(_LIBRARIES)
