@@ -13,6 +13,7 @@ from flatout.core.effects import Unrepeatable
 from flatout.core.machine import own_cores
 from flatout.data import InMemoryLoader, clone_loader, tune
 from flatout.data.loader_class import base_of, is_plain, why_not_plain
+from flatout.data.prefix import for_trial
 from flatout.data.seeding import is_seeded, with_workers
 from flatout.data.tuning import SECONDS
 from flatout.data.workers_watch import watch_workers
@@ -134,7 +135,7 @@ class Workers(LoaderTechnique):
         """Return the tuned number of workers, fewer if they share the step's cores, and 0 if the user has some."""
         loader = _loader_of(job)
         base = _base(loader)
-        tuned = tune(base, pace.step_ms / 1e3, is_warm=base.num_workers == 0)
+        tuned = tune(_base(for_trial(base)), pace.step_ms / 1e3, is_warm=base.num_workers == 0)
         # All ranks measure at the same time, as they load in training. The result of rank 0 counts.
         workers, busy, settings, reason = job.spec.ranks.first(
             (tuned.workers, tuned.busy, tuned.settings, tuned.reason)
