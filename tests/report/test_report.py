@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flatout.core import formatting
 from flatout.report import Gain, Pace, Report, Row, Summary, Trial, wording
-from flatout.report.document import plain_text
+from flatout.report.terminal import plain_text
 from tests.reasons import reasons
 from tests.renderings.rendered import in_terminal, root_of
 from tests.report.drawn import bars, chart, charts, lines, share, table_rows, whiskers, widths
