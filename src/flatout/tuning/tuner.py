@@ -12,7 +12,7 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.guards import Guard, MeanOverSamples
+from flatout.guards import MEAN_OVER_SAMPLES, Guard
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -424,9 +424,6 @@ def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> 
     return replace(row, why=f"{row.why}; {finding}") if finding else row
 
 
-PARTS_ARE_EQUAL = MeanOverSamples()
-
-
 def apply_batch_size(
     tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
 ) -> None:
@@ -466,7 +463,7 @@ def apply_batch_size(
     except torch.OutOfMemoryError as error:
         failure = error
     bench.rewind()
-    if failure is None and parts is not None and (reason := tuner.contradiction(PARTS_ARE_EQUAL)):
+    if failure is None and parts is not None and (reason := tuner.contradiction(MEAN_OVER_SAMPLES)):
         whole = formatting.size_of(int(memory_limit(job)))
         failure = torch.OutOfMemoryError(
             f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
@@ -499,7 +496,7 @@ def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
         return False
     finally:
         bench.rewind()
-    if parts is not None and tuner.contradiction(PARTS_ARE_EQUAL):
+    if parts is not None and tuner.contradiction(MEAN_OVER_SAMPLES):
         return False
     tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
     _impose_parts(parts, tuner, bench)
