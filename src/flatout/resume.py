@@ -16,7 +16,7 @@ from flatout.core.formatting import first_line
 from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
 from flatout.core.snapshot import Snapshot
-from flatout.data.loaders import LoaderPosition
+from flatout.data.loaders import loader_position
 from flatout.distributed.agreement import OwnError
 from flatout.plan import Plan
 from flatout.training import checkpoint, job_state
@@ -163,7 +163,7 @@ class Resumable:
             self._job.spec.optimizer,
             self._job.data.loader,
             self._job.spec.code,
-            also=[LoaderPosition(self._job.data.loader)],
+            also=[loader_position(self._job.data.loader)],
             on=torch.device("cpu"),
         )
         random = self._random_state()

@@ -31,9 +31,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
-from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
-from flatout.core.saved import nbytes_of
+from flatout.core.saved import nbytes_of, parts_of
 from flatout.core.snapshot import Snapshot
 
 
