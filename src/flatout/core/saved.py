@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatout.core.reachable import attributes_of, cell_contents, is_users, module_of, named_by
+from flatout.core.step_hooks import is_hook_table, set_users_hooks, users_hooks
 
 _BUFFERS = (bytearray, array.array, ctypes._SimpleCData.__mro__[1])
 _UNSET = object()
@@ -353,7 +354,9 @@ def parts_of(node: Any, most_bytes: int) -> Iterator[Saved]:
         return
     else:
         container = next((each for each in _CONTAINERS if isinstance(node, each)), None)
-        if container is not None:
+        if is_hook_table(node):
+            yield Saved(partial(users_hooks, node), partial(set_users_hooks, node), _has_same_items, _elements_of(node))
+        elif container is not None:
             yield saved_elements(node, container, _elements_of(node))
         if isinstance(getattr(node, "__dict__", None), dict) or any("__slots__" in vars(each) for each in kind.__mro__):
             yield _SavedNames(
