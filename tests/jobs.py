@@ -80,9 +80,9 @@ def job_of(
 ):
     """Return the internal ``Job`` that ``optimize`` makes of its arguments, with these batches for trials."""
     loader = batches if loader is None else loader
-    expected_steps = settings.pop("expected_steps", 0)
-    spec = Spec(model, torch.device(device), optimizer, loss_fn, compute_loss, **settings)
-    job = Job(spec, JobData(loader, loader, expected_steps, list(batches)))
+    functions = {"loss_fn": loss_fn, "compute_loss": compute_loss}
+    spec = Spec(model, loader, torch.device(device), optimizer, **functions, **{"lr_rule": "none"} | settings)
+    job = Job(spec, JobData(loader, loader, spec.expected_steps or 0, list(batches)))
     job.objective.has_loss = spec.optimizer is not None or loss_fn is not None or compute_loss is not None
     return job
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import flatout
 from flatout.data import InMemoryLoader
 from flatout.techniques import REGISTRY, Rule
-from flatout.tuning.request import choices_of
+from flatout.tuning.arguments import choices_of
 from tests.helpers import snapshot
 from tests.jobs import NO_TECHNIQUES, QUICK, Net, SlowSamples, make_data, make_job
 from tests.loaders import OwnIterator

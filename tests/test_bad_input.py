@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.arguments import OTHER_NAMES as KEYWORDS
-from flatout.tuning.request import choices_of, precision_of
+from flatout.tuning.arguments import OTHER_KEYWORDS, choices_of, precision_of
 from tests.helpers import snapshot
 from tests.jobs import Net, make_data
 
@@ -116,12 +115,12 @@ def test_auto_refuses_keywords_of_others(keyword):
         flatout.auto(**{keyword: 1})
 
 
-@pytest.mark.parametrize("names", KEYWORDS.values(), ids=KEYWORDS)
+@pytest.mark.parametrize("names", OTHER_KEYWORDS.values(), ids=OTHER_KEYWORDS)
 def test_keywords_of_others_are_no_arguments(names):
     assert not {*names} & {*inspect.signature(flatout.optimize).parameters}
 
 
-@pytest.mark.parametrize("code", KEYWORDS)
+@pytest.mark.parametrize("code", OTHER_KEYWORDS)
 def test_errors_about_keywords_show_arguments_that_exist(code):
     assert code.partition("=")[0] in inspect.signature(flatout.optimize).parameters
 

@@ -94,7 +94,7 @@ def test_a_gpu_without_kernels_is_warned_about_once(built_with_cuda: bool) -> No
 
 
 def test_the_import_loads_no_compiler() -> None:
-    slow = "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy", "triton", "IPython"
+    slow = "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy", "triton", "IPython", "rich"
     code = "import sys, torch; before = set(sys.modules); import flatout; print(*sorted(set(sys.modules) - before))"
     result = run_python(code)
     assert result.returncode == 0, result.stderr

@@ -40,6 +40,26 @@ def test_step_is_the_textbook_step():
     assert [bits(p) for p in model.parameters()] == [bits(p) for p in twin.parameters()]
 
 
+@pytest.mark.parametrize("is_of_the_class", [True, False])
+def test_step_calls_the_users_zero_grad(is_of_the_class):
+    model, calls = nn.Linear(4, 2), []
+
+    class Counting(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            calls.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    opt = (Counting if is_of_the_class else torch.optim.SGD)(model.parameters(), lr=0.1)
+    if not is_of_the_class:
+        opt.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), type(opt).zero_grad(opt, set_to_none))
+    batch = torch.randn(8, 4), torch.zeros(8, dtype=torch.long)
+    run = flatout.optimize(model, [batch], opt, functional.cross_entropy, techniques=NO_TECHNIQUES, budget=0)
+    calls.clear()
+    run.step(batch)
+    run.step(batch)
+    assert calls == [True, True]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_accumulation_equals_the_large_batch_leftover_included(fused):
     # 48 samples, batches of 8, 4 a time: one update of 32 samples, and one of the 16 that are left.

@@ -9,25 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.arguments import budget_of, explains_keywords, validate
 from flatout.core.effects import Unrepeatable
 from flatout.core.machine import environment_of
 from flatout.core.reproducible import seed_all
 from flatout.distributed.agreement import OwnError
-from flatout.plan import CACHED, Plan
+from flatout.plan import Plan
 from flatout.report import Report
 from flatout.report.model import Row, Summary
 from flatout.run import Run
 from flatout.techniques import REGISTRY
 from flatout.techniques.batch_size import size_of
 from flatout.training.export import example_of
-from flatout.training.spec import LossWeight
+from flatout.training.spec import CACHED, LossWeight, Spec
 from flatout.tuning.agenda import decide
+from flatout.tuning.arguments import budget_of, check, explains_keywords, resolved
 from flatout.tuning.batch_sizes import scaled_schedule
 from flatout.tuning.plan_cache import code_of, training_of
 from flatout.tuning.race import Outcome
 from flatout.tuning.ranks import parallel_of
-from flatout.tuning.request import Request
 from flatout.tuning.session import Session
 
 
@@ -143,11 +142,11 @@ def optimize(
             changes of the loss. The loss then steps an optimizer that was not found, or writes to another module only
             after its first call. Nothing has changed except by such a late write.
     """
-    request = Request(**{**locals(), "budget": budget_of(budget)})
-    choices = validate(request)
-    ranks, device = parallel_of(request.parallel, request.modules, trains=not request.is_inference)
+    spec = Spec(**{**locals(), "budget": budget_of(budget)})
+    choices = check(spec)
+    ranks, of_rank = parallel_of(parallel, spec.modules, trains=optimizer is not None or model.training)
     with OwnError(), ranks.attempt("flatout.optimize"):
-        session = Session(request, choices, ranks, device)
+        session = Session(resolved(spec, choices, ranks, of_rank), choices)
         while True:
             try:
                 return _tuned(session)
@@ -170,14 +169,15 @@ def _tuned(session: Session) -> Run:
 
 def assemble(session: Session, outcome: Outcome) -> Run:
     """Make the ``Run`` of a confirmed session."""
-    request, job, bench, ledger = session.request, session.job, session.bench, session.ledger
-    if request.seed is not None:
-        seed_all(request.seed)
+    job, bench, ledger = session.job, session.bench, session.ledger
+    spec = job.spec
+    if spec.seed is not None:
+        seed_all(spec.seed)
     toggles = [*ledger.rules.values(), *ledger.candidates]
-    schedule = scaled_schedule(bench, request.scheduler, own_size=session.own_size, own_loader=session.loader)
+    schedule = scaled_schedule(bench, spec.scheduler, own_size=session.own_size, own_loader=session.loader)
     return Run(
         job,
-        scheduler=request.scheduler if schedule is None else schedule,
+        scheduler=spec.scheduler if schedule is None else schedule,
         plan=session.plan(),
         report=Report(summary_of(session, outcome, bench.budget.spent)),
         toggles=toggles if schedule is None else [*toggles, schedule],

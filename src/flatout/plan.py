@@ -21,9 +21,6 @@ from flatout.core.machine import usable_cores
 from flatout.techniques import REGISTRY, Measured
 from flatout.training.checkpoint.folder import newest_in
 
-CACHED = "cached"
-"""Value of ``optimize(plan=...)`` for the plan that an earlier start has saved in the user's cache."""
-
 SCHEMA_VERSION = 3
 READABLE_VERSIONS = (2, SCHEMA_VERSION)
 """Versions of plan files that ``Plan.load`` reads. Version 2 has only decisions and fingerprint."""

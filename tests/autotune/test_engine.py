@@ -144,6 +144,8 @@ def test_the_report_says_why_updates_are_not_tuned(output: Any, updates: int, wh
                 output(model).sum().backward()
             optimizer.step()
         assert reasons(str(ScriptReport.of(running))) == why
+    has_numbers = "SGD, which has 5 parameters of BatchNorm1d, Linear," in str(ScriptReport.of(running))
+    assert has_numbers is (output is not_called)
 
 
 def test_a_scripts_log_has_no_records_of_the_tuning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from flatout.autotune import recorder
-from flatout.autotune.recorder import RecordedUpdate, Recorder, linearized_loss
+from flatout.autotune.recorder import RecordedUpdate, Recorder, linearized_loss, with_gradients_of_update
 
 
 def _fail(error: Exception) -> None:
@@ -145,6 +145,27 @@ def test_recorded_calls_have_the_loss_of_the_script(step: Callable[[Net], None])
             optimizer.step()
     found = [linearized_loss(net, batch).item() for batch in updates[0][1].batches[net]]
     assert sum(found) == pytest.approx(sum(losses), rel=1e-5)
+
+
+def test_an_optimizer_of_the_last_layer_has_the_scale_of_its_own_gradients() -> None:
+    net = Net()
+    optimizer = unmoved(net.head)
+    with recorded() as updates:
+        for _ in range(2):  # the gradients of the body are never cleared
+            optimizer.zero_grad()
+            triple(net)
+            nn.utils.clip_grad_norm_(net.head.parameters(), 0.01)
+            optimizer.step()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    batches = with_gradients_of_update(net, optimizer, updates[-1][1].batches[net])
+    for gradient, parameter in zip(expected, net.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+    net.zero_grad()
+    for batch in batches:
+        linearized_loss(net, batch).backward()
+    for gradient, parameter in zip(expected[-2:], net.head.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_a_sparse_argument_is_recorded() -> None:

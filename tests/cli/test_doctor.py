@@ -14,7 +14,7 @@ import torch
 from flatout.cli import diagnosis, main
 from flatout.cli.diagnosis import Finding
 from flatout.cli.doctor import blocks
-from flatout.report.document import show
+from flatout.report.terminal import show
 from tests.fake_machine import DRIVER, HEADER, WITHOUT_GPU, Gpu, Machine, on
 from tests.reasons import finding_code
 from tests.renderings.rendered import drawn

@@ -186,7 +186,7 @@ class OwnSteps(torch.optim.SGD):
     """Optimizer whose step reaches torch's tables of hooks, as the user's code."""
 
     def step(self, closure=None):
-        return super().step(closure)
+        """Do nothing. SGD.step would call the hooks once more."""
 
 
 def hooks_of_flatout():

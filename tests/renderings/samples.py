@@ -13,8 +13,8 @@ from flatout.cli.demo import Process
 from flatout.cli.diagnosis import Finding
 from flatout.cli.monitor import table
 from flatout.report import Pace, Report, Summary
-from flatout.report.document import show
 from flatout.report.model import RankPace
+from flatout.report.terminal import show
 from tests.monitor import monitor_sample
 from tests.profile.profile_sample import ended_early, sync_bound
 from tests.renderings.rendered import drawn, everywhere, in_terminal, on_page, root_of

@@ -23,9 +23,9 @@ from flatout.techniques.cuda_graph import CudaGraph, GraphCandidate, why_not_cap
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.training import step_flops
 from flatout.training.job import Job
+from flatout.tuning.arguments import Choices
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import Budget
-from flatout.tuning.request import Choices
 from flatout.tuning.stopwatch import Block, Measure, Stopwatch
 from flatout.tuning.tuner import Tuner
 from tests.reasons import reasons

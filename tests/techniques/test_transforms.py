@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
 from flatout.report import Summary
-from flatout.report.document import plain_text
 from flatout.report.model import Row
+from flatout.report.terminal import plain_text
 from flatout.report.wording import full
 from tests.helpers import bits, line_of, snapshot
 from tests.jobs import NO_TECHNIQUES, Net, SlowSamples, job_of, make_data

@@ -24,7 +24,7 @@ from flatout.report.model import argument_of, untried
 from flatout.techniques import REGISTRY
 from flatout.training.device_verdict import REMEDIES, TensorWatch, judged, tensor_watch, with_remedies
 from flatout.training.step_flops import Peak, peak_of
-from flatout.tuning.request import choices_of
+from flatout.tuning.arguments import choices_of
 from tests.clock import Clock, simulated_time
 from tests.mfu.harness import core_of, forgotten_warnings
 from tests.mfu.test_verdict import phases

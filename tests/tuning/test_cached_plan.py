@@ -18,8 +18,7 @@ from flatout.report.model import untried
 from flatout.techniques import Candidate, NotApplicable
 from flatout.techniques.cpu_threads import CpuThreads
 from flatout.training.job import Job
-from flatout.tuning import agenda, session
-from flatout.tuning.acceptance import Acceptance
+from flatout.tuning import acceptance, agenda, session
 from flatout.tuning.bench import Bench
 from tests.clock import Clock, TimedStep
 from tests.helpers import snapshot
@@ -376,7 +375,7 @@ def test_an_undecided_technique_is_tried_again_once(
     starts.factors["cpu_threads"] = 1.5
     starts.start()
     edit(plans, undecided=["cpu_threads"])
-    monkeypatch.setattr(Acceptance, "is_open", lambda *_: True)
+    monkeypatch.setattr(acceptance, "is_open", lambda *_: True)
     assert tried(starts.start()) == {"cpu_threads"}
     assert Plan.load(the_file(plans)).undecided == []
     assert tried(starts.start()) == set()

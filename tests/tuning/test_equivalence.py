@@ -53,6 +53,14 @@ def test_what_there_is_without_an_optimizer_and_in_inference() -> None:
     assert (len(seen.outputs), len(seen.gradients), len(seen.losses)) == (4, 0, 0)
 
 
+@pytest.mark.parametrize("reads_updates", [False, True])
+def test_an_optimizer_of_the_last_layer_has_its_own_gradients(reads_updates: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    batches = list(DataLoader(make_data(64), batch_size=16))
+    job = job_of(model, batches, torch.optim.SGD(model[1].parameters(), 0.01), loss_fn=functional.cross_entropy)
+    assert observe(job, batches, reads_updates=reads_updates).gradients.keys() == {"1.weight", "1.bias"}
+
+
 def test_gradients_are_those_of_the_first_batch() -> None:
     job, batches = make(nn.Linear(8, 3), optimizer=False)
     several, one = observe(job, batches), observe(job, batches[:1])

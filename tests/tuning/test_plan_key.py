@@ -16,22 +16,28 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import flatout
-from flatout.arguments import validate
+from flatout.training.spec import Spec
 from flatout.tuning import plan_cache
+from flatout.tuning.arguments import check, resolved
 from flatout.tuning.plan_cache import code_of, key_of, training_of
-from flatout.tuning.request import Request
 from flatout.tuning.session import Session
 from tests.jobs import FORCED, NO_TECHNIQUES, Net, make_data, make_job
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(flatout.optimize).parameters.items()}
 
 
-def key_for(**changes: Any) -> dict[str, str]:
-    """Return the key of a small training with some arguments changed. The training is as before."""
+def session_of(**changes: Any) -> Session:
+    """Return the session of a small training with some arguments changed."""
     model, loader, optimizer = make_job()
     arguments = {"model": model, "loader": loader, "optimizer": optimizer, "loss_fn": functional.cross_entropy}
-    request = Request(**(DEFAULTS | arguments | {"expected_steps": 1000} | changes))
-    session = Session(request, validate(request))
+    spec = Spec(**(DEFAULTS | arguments | changes))
+    choices = check(spec)
+    return Session(resolved(spec, choices), choices)
+
+
+def key_for(**changes: Any) -> dict[str, str]:
+    """Return the key of a small training with some arguments changed. The training is as before."""
+    session = session_of(**{"expected_steps": 1000} | changes)
     try:
         session.prepare()
         return key_of(session)
@@ -103,10 +109,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], set[str]]] = {
     "class of the model": (lambda: with_model(Twin()), {"model"}),
     "code of the model": (lambda: with_model(Slower()), {"model", "code"}),
     "dtype": (lambda: with_model(Net().double()) | loader(in_doubles()), {"model", "batch"}),
-    "class of the optimizer": (lambda: with_model(Net(), torch.optim.SGD), {"optimizer", "settings"}),
+    "class of the optimizer": (lambda: with_model(Net(), torch.optim.SGD), {"optimizer", "settings", "choices"}),
     "setting of the optimizer": (lambda: with_model(Net(), amsgrad=True), {"settings"}),
     "weight decay": (lambda: with_model(Net(), weight_decay=0.1), {"settings"}),
-    "no optimizer": (lambda: {"optimizer": None}, {"optimizer", "settings"}),
+    "no optimizer": (lambda: {"optimizer": None}, {"optimizer", "settings", "choices"}),
     "code of the loss": (lambda: {"loss_fn": other_loss}, {"code"}),
     "class of the loader": (lambda: loader(make=Loader), {"loader"}),
     "length": (lambda: loader(make_data(128)), {"loader"}),
@@ -316,10 +322,7 @@ def test_techniques_do_not_change_the_facts_on_a_training() -> None:
 
 
 def test_the_facts_are_those_of_the_prepared_session() -> None:
-    model, loader, optimizer = make_job()
-    arguments = {"model": model, "loader": loader, "optimizer": optimizer, "loss_fn": functional.cross_entropy}
-    request = Request(**(DEFAULTS | arguments))
-    session = Session(request, validate(request))
+    session = session_of()
     try:
         session.prepare()
         facts, code = training_of(session), code_of(session)

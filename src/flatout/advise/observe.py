@@ -22,10 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flatout.autotune.recorder import RecordedCall
 from flatout.core.batches import tensors_of
-from flatout.profile.syncs import is_users, outwards, replaced
-
-_PASSES_ON = ("torch/", "flatout/profile/", "flatout/autotune/recorder.py", "flatout/autotune/loaders.py")
-"""Files whose functions may lie between a call of the user's code and its observation."""
+from flatout.core.replaced import is_replacement, replaced
+from flatout.profile.syncs import is_users, outwards
 
 
 @dataclass(eq=False)
@@ -213,7 +211,9 @@ def places_of(frame: FrameType | None) -> tuple[str, ...]:
 
     The result is empty for calls by other code, such as flatout's trials.
     """
-    frames = [(at, file) for at, file in outwards(frame) if not file.startswith(_PASSES_ON)]
+    frames = [
+        (at, file) for at, file in outwards(frame) if not (file.startswith("torch/") or is_replacement(at.f_code))
+    ]
     if not frames or not is_users(frames[0][1]):
         return ()
     return tuple(f"{file}:{at.f_lineno}" for at, file in frames if is_users(file))

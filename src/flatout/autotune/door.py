@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from flatout.arguments import budget_of, explains_keywords
 from flatout.autotune.engine import Engine
 from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.described import Described
 from flatout.core.standard_error import say
-from flatout.plan import CACHED, Plan
+from flatout.plan import Plan
+from flatout.training.spec import CACHED
+from flatout.tuning.arguments import budget_of, explains_keywords
 
 
 class Auto(Described):

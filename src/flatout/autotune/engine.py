@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -22,6 +24,7 @@ from flatout.autotune.module_tuning import ModuleTuning, Options
 from flatout.autotune.recorder import RecordedUpdate, Recorder, with_gradients_of_update
 from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
+from flatout.core.errors import parameters_of
 from flatout.core.step_hooks import without_users_hooks
 from flatout.training.attachments import detach
 from flatout.tuning.budget import Allowance
@@ -141,7 +144,7 @@ class Engine:
         for optimizer, update in self._recorded.items():
             if optimizer not in self._known:
                 self._known[optimizer] = []
-                self.why_untuned = _why_not_comparable(update)
+                self.why_untuned = _why_not_comparable(optimizer, update)
         self._recorded.clear()
         if self._recorder is not None:
             self._recorder.close()
@@ -234,7 +237,7 @@ class Engine:
             # Trials of the optimizer's first module call its step. LBFGS cannot step without a closure.
             is_stepped = not made and not isinstance(optimizer, torch.optim.LBFGS)
             try:
-                batches = [with_gradients_of_update(module, update.batches[module]) for update in updates]
+                batches = [with_gradients_of_update(module, optimizer, each.batches[module]) for each in updates]
                 drawn = None if self.tunings or made else self._drawn
                 made.append(
                     ModuleTuning(
@@ -333,15 +336,28 @@ def _in_default_modes() -> Iterator[None]:
         yield
 
 
-def _why_not_comparable(update: RecordedUpdate | None) -> str:
+def _why_not_comparable(optimizer: Optimizer, update: RecordedUpdate | None) -> str:
     """Return why an optimizer is not tuned.
 
     Args:
+        optimizer: the optimizer.
         update: its last recorded update, or None without one.
     """
-    if update is None or not update.batches:
-        return "no module in train mode was called before the optimizer's step, or a gradient was differentiated again"
-    return f"no two successive updates of the first {MOST_RECORDED} called the same modules equally often"
+    if update is not None and update.batches:
+        return f"no two successive updates of the first {MOST_RECORDED} called the same modules equally often"
+    held = parameters_of(optimizer)
+    ids = set(map(id, held))
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # isinstance asks weak proxies
+    owners = {
+        type(each).__name__
+        for each in modules
+        if not ids.isdisjoint(map(id, vars(each).get("_parameters", {}).values()))
+    }
+    return (
+        f"no module in train mode was called before the step of {type(optimizer).__name__}, which has "
+        f"{formatting.counted(len(held), 'parameter')} of {', '.join(sorted(owners)) or 'no module'}, or a "
+        "gradient was differentiated again"
+    )
 
 
 def _form(update: RecordedUpdate) -> dict[int, int]:

@@ -10,13 +10,15 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.held import held, hold, release
+from flatout.core.replaced import replaced
 from flatout.data import clone_loader
 from flatout.data.workers_watch import is_off
 
@@ -46,13 +48,12 @@ class Loaders:
         self._loaders = weakref.WeakKeyDictionary()
         self._served: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._drawn: Counter[weakref.ref[DataLoader[Any]]] = Counter()
-        self._next: Callable[..., Any] | None = None
-        self._iter = DataLoader.__iter__
-        DataLoader.__iter__ = self._serving(self._iter)  # type: ignore[method-assign]
+        self._counting, self._stack = ExitStack(), ExitStack()
+        self._stack.enter_context(replaced(DataLoader, "__iter__", self._serving))
 
     def close(self) -> None:
         """Restore torch's functions. Loaders that have begun an epoch finish this epoch."""
-        DataLoader.__iter__ = self._iter  # type: ignore[method-assign]
+        self._stack.close()
         self.stop_counting()
         for loader in self._served:
             release(loader, _FASTER)
@@ -88,9 +89,10 @@ class Loaders:
 
     def start_counting(self) -> None:
         """Count the batches that this thread draws from each loader."""
-        drawing = self._next = _BaseDataLoaderIter.__next__
-        thread = threading.get_ident()
+        counted = partial(self._counted, threading.get_ident())
+        self._counting.enter_context(replaced(_BaseDataLoaderIter, "__next__", counted))
 
+    def _counted(self, thread: int, drawing: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(drawing)
         def __next__(batches: _BaseDataLoaderIter) -> Any:
             batch = drawing(batches)
@@ -98,12 +100,11 @@ class Loaders:
                 self._drawn[loader] += 1
             return batch
 
-        _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign,assignment]
+        return __next__
 
     def stop_counting(self) -> None:
         """Stop counting, and discard the counts."""
-        if self._next is not None:
-            _BaseDataLoaderIter.__next__, self._next = self._next, None  # type: ignore[method-assign]
+        self._counting.close()
         self._drawn.clear()
 
     def drawn(self) -> Drawn | None:

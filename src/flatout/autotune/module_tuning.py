@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flatout.arguments import BUDGET_VARIABLE, validate
 from flatout.autotune.loaders import Drawn
 from flatout.autotune.recorder import RecordedStep, linearized_loss
 from flatout.core.held import held, hold, release
 from flatout.data import is_rewindable
 from flatout.data.loader_class import is_plain
 from flatout.optimize import summary_of
-from flatout.plan import CACHED, Plan
+from flatout.plan import Plan
 from flatout.report import Report
 from flatout.report.model import Summary
 from flatout.training.attachments import Attachment, attach
+from flatout.training.spec import CACHED, Spec
 from flatout.tuning.agenda import Agenda
+from flatout.tuning.arguments import BUDGET_VARIABLE, check, choices_of, resolved
 from flatout.tuning.budget import FIRST_SECONDS, Budget
 from flatout.tuning.ledger import Decision
 from flatout.tuning.plan_cache import forget_decision, key_of, read_plan, write_plan
 from flatout.tuning.race import Outcome
 from flatout.tuning.ranks import world_size
-from flatout.tuning.request import Request, choices_of
 from flatout.tuning.session import Session
 from flatout.tuning.statistics import FEWEST_PAIRS
 
@@ -120,7 +120,7 @@ class ModuleTuning:
         self._options = options
         self._serve = serve
         loader, compute_loss, accumulate = _training_of(updates, drawn)
-        request = Request(
+        spec = Spec(
             model=module,
             loader=loader,
             optimizer=optimizer if is_stepped else None,
@@ -135,7 +135,8 @@ class ModuleTuning:
             plan=options.plan,
             is_recorded=True,
         )
-        session = Session(request, validate(request))
+        choices = check(spec)
+        session = Session(resolved(spec, choices), choices)
         self._optimizer, self._name = weakref.ref(optimizer), f"_flatout_agenda_{id(session)}"
         hold(optimizer, self._name, Agenda(session))
         self._breaks = session.job.breaks

@@ -31,7 +31,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
+from flatout.core.errors import parameters_of
 from flatout.core.reachable import reachable
+from flatout.core.replaced import replaced
 from flatout.core.saved import nbytes_of, parts_of
 from flatout.core.snapshot import Snapshot
 
@@ -99,18 +101,14 @@ class Recorder:
         self._dropped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backwards: list[_Backward] = []
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._call, self._backward = nn.Module.__call__, torch.autograd.backward
-        self._noted_call, self._noted_backward = self._noting_calls(self._call), self._noting_losses(self._backward)
-        nn.Module.__call__ = self._noted_call  # type: ignore[method-assign]
-        torch.autograd.backward = self._noted_backward
+        self._stack = ExitStack()
+        self._stack.enter_context(replaced(nn.Module, "__call__", self._noting_calls))
+        self._stack.enter_context(replaced(torch.autograd, "backward", self._noting_losses))
 
     def close(self) -> None:
         """Restore torch's functions."""
         self._is_suspended = True  # other code may have kept the functions of this recorder
-        if nn.Module.__call__ is self._noted_call:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        if torch.autograd.backward is self._noted_backward:
-            torch.autograd.backward = self._backward
+        self._stack.close()
         self._calls.clear()
         self._backwards.clear()
 
@@ -229,7 +227,7 @@ class Recorder:
 
     def _pass_on(self, optimizer: Optimizer) -> None:
         self._stepped_by.add(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         batches: weakref.WeakKeyDictionary[nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         seconds: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
         for backward in self._backwards:
@@ -389,14 +387,18 @@ class RecordedStep:
         return torch.stack([linearized_loss(module, recorded) for recorded in step]).sum()
 
 
-def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def with_gradients_of_update(
+    module: nn.Module, optimizer: Optimizer, batches: Sequence[dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
     """Return the batches of an update with the gradients that its optimizer received.
 
     A loss scaler, clipping of gradients and a division by the number of backwards change gradients after a backward.
-    The factor is the norm of the present gradients, divided by their norm after the recorded backwards alone.
+    The factor is the norm of the present gradients, divided by their norm after the recorded backwards alone. Gradients
+    of parameters that the optimizer does not hold do not count, because a script may never scale or clear them.
 
     Args:
         module: the module, which still has the gradients of the update.
+        optimizer: the optimizer that has stepped.
         batches: its recorded calls, one batch for each backward.
 
     Returns:
@@ -405,12 +407,13 @@ def with_gradients_of_update(module: nn.Module, batches: Sequence[dict[str, Any]
     Raises:
         Unrepeatable: the module's code cannot be repeated without a trace.
     """
-    parameters = [p for p in module.parameters() if p.grad is not None]
+    held = set(map(id, parameters_of(optimizer)))
+    parameters = [p for p in module.parameters() if p.grad is not None and id(p) in held]
     if not parameters:
         return batches
     seen = _gradient_norm(parameters)
     with _restored(module, batches):
-        for parameter in parameters:
+        for parameter in module.parameters():
             parameter.grad = None
         for batch in batches:
             objects = [part for node in reachable([batch["args"], batch["kwargs"]]) for part in parts_of(node, 0)]

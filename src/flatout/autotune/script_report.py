@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.arguments import BUDGET_VARIABLE
 from flatout.autotune.engine import Engine
 from flatout.core import formatting
 from flatout.core.described import Described
 from flatout.report import Report, wording
 from flatout.report.document import Block, Note
 from flatout.report.shown import Shown
+from flatout.tuning.arguments import BUDGET_VARIABLE
 
 SCHEMA_VERSION = 1
 """Version of the JSON form, which increases when a field changes its meaning or is removed."""

@@ -22,7 +22,8 @@ from rich.text import Text
 from flatout.cli.command import Command, CommandError, files_of, write
 from flatout.core import formatting
 from flatout.report import html
-from flatout.report.document import Block, Note, Part, Table, show
+from flatout.report.document import Block, Note, Part, Table
+from flatout.report.terminal import show
 
 DESCRIPTION = """\
 Runs two scripts of the folder examples, each in three processes, one after the

@@ -20,7 +20,8 @@ from flatout.cli.diagnosis import Finding, Verdict, examine
 from flatout.cli.rank_checks import examine_ranks
 from flatout.core.formatting import first_line, visible
 from flatout.distributed import process_group
-from flatout.report.document import Block, Note, Part, Table, show
+from flatout.report.document import Block, Note, Part, Table
+from flatout.report.terminal import show
 
 DESCRIPTION = """\
 Shows the output of torch.utils.collect_env, and checks what flatout requires:

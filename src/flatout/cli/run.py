@@ -7,16 +7,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.arguments import budget_of
 from flatout.autotune.engine import Engine
 from flatout.autotune.module_tuning import Options
 from flatout.autotune.script_report import ScriptReport
 from flatout.cli.command import Command, CommandError, add_program, files_of, program_of, write
 from flatout.core.formatting import first_line
 from flatout.core.standard_error import say
-from flatout.plan import CACHED, Plan
+from flatout.plan import Plan
+from flatout.training.spec import CACHED
+from flatout.tuning.arguments import FORBIDDABLE, budget_of, precision_of
 from flatout.tuning.ranks import is_first_rank
-from flatout.tuning.request import FORBIDDABLE, precision_of
 
 DESCRIPTION = """\
 Runs a training script as `python train.py` does, and tunes it while it trains:

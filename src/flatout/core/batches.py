@@ -400,8 +400,12 @@ def to_device(batch: Any, device: torch.device | str | int, non_blocking: bool =
         device: the target device.
         non_blocking: return before copies from pinned memory have finished, as ``Tensor.to`` does.
     """
-    if type(batch) is tuple and all(type(part) is Tensor and part.device == device for part in batch):
-        return batch  # fast path for every step
+    if type(batch) in (tuple, list):  # fast path for every step
+        for part in batch:
+            if type(part) is not Tensor or part.device != device:
+                break
+        else:
+            return batch
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=non_blocking)

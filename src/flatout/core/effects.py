@@ -19,12 +19,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.core.reachable import is_users
+from flatout.core.replaced import replaced
 from flatout.core.saved import has_position
 
 _TOOLS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils.data", "triton", "importlib")
@@ -104,23 +106,11 @@ class Containment:
         with contextlib.ExitStack() as stack:
             stack.callback(_contained.clear)
             for name in ("stdout", "stderr"):
-                stream = getattr(sys, name)
-                if stream is not None:
-                    stack.enter_context(_replaced(sys, name, _Silent(stream, self)))
-            stack.enter_context(_replaced(logging.Logger, "callHandlers", self._heard(logging.Logger.callHandlers)))
-            opens = self._checked(io.open, _names_written_file)
-            stack.enter_context(_replaced(builtins, "open", opens))
-            stack.enter_context(_replaced(io, "open", opens))
-            stack.enter_context(_replaced(os, "open", self._checked(os.open, _names_written_descriptor)))
-            for name in ("remove", "unlink", "rename", "replace", "mkdir", "rmdir"):
-                stack.enter_context(_replaced(os, name, self._checked(getattr(os, name), _first)))
-            stack.enter_context(_replaced(torch, "save", self._checked(torch.save, _second)))
-            stack.enter_context(
-                _replaced(subprocess.Popen, "__init__", self._checked(subprocess.Popen.__init__, _second))
-            )
-            stack.enter_context(_replaced(sqlite3, "connect", self._checked(sqlite3.connect, _first)))
-            connect = socket.socket.connect
-            stack.enter_context(_replaced(socket.socket, "connect", self._checked(connect, _second)))
+                if getattr(sys, name) is not None:
+                    stack.enter_context(replaced(sys, name, partial(_Silent, containment=self)))
+            stack.enter_context(replaced(logging.Logger, "callHandlers", self._heard))
+            for owner, name, target in _WRITERS:
+                stack.enter_context(replaced(owner, name, partial(self._checked, target=target)))
             yield
 
     def holds(self) -> bool:
@@ -208,13 +198,14 @@ def _second(_: Any, path: Any = "", *__: Any, **___: Any) -> Any:
     return path
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the block, unless other code replaces it meanwhile."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is value:
-            setattr(owner, name, before)
+_WRITERS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (builtins, "open", _names_written_file),
+    (io, "open", _names_written_file),
+    (os, "open", _names_written_descriptor),
+    *((os, name, _first) for name in ("remove", "unlink", "rename", "replace", "mkdir", "rmdir")),
+    (torch, "save", _second),
+    (subprocess.Popen, "__init__", _second),
+    (sqlite3, "connect", _first),
+    (socket.socket, "connect", _second),
+)
+"""Functions that have effects outside of memory: owner, attribute, and what a call writes or None."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from flatout.core.formatting import clean
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 trials = logging.getLogger("flatout.trials")
 """Logger of the noise floors, pairs, intervals and failures of trials."""

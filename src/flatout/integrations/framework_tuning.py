@@ -9,8 +9,9 @@ from typing import Any, TypedDict
 from flatout.autotune.door import Auto, auto
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.standard_error import say
-from flatout.plan import CACHED, Plan
-from flatout.tuning.request import choices_of
+from flatout.plan import Plan
+from flatout.training.spec import CACHED
+from flatout.tuning.arguments import choices_of
 
 
 class AutoOptions(TypedDict, total=False):

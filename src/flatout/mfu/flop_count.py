@@ -26,6 +26,7 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, objects_of, tensors_of, tensors_within, tokens_of
 from flatout.core.described import Described
 from flatout.core.random_state import RandomState
+from flatout.core.replaced import replaced
 from flatout.core.saved import SavedTensor, saved_slots
 from flatout.mfu.cost import Cost, causal_pairs, cost_of, has_formula, higher_order_cost, is_abstract, is_cheap
 from flatout.native._host import signature
@@ -426,21 +427,20 @@ def _marking_causal_attention(counting: Counting) -> Iterator[None]:
     ``nn.TransformerEncoder``. A call through an older reference to the function is not marked. If it is not fused, all
     its pairs count.
     """
-    original = nn.functional.scaled_dot_product_attention
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
-    def marked(*args: Any, **keywords: Any) -> Tensor:
-        call = {**dict(zip(names, args, strict=False)), **keywords}
-        if not call.get("is_causal") or call["query"].is_nested:
-            return original(*args, **keywords)
-        with counting.in_causal_attention(call["query"].shape[-2], call["key"].shape[-2]):
-            return original(*args, **keywords)
+    def marking(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def marked(*args: Any, **keywords: Any) -> Tensor:
+            call = {**dict(zip(names, args, strict=False)), **keywords}
+            if not call.get("is_causal") or call["query"].is_nested:
+                return original(*args, **keywords)
+            with counting.in_causal_attention(call["query"].shape[-2], call["key"].shape[-2]):
+                return original(*args, **keywords)
 
-    nn.functional.scaled_dot_product_attention = marked
-    try:
+        return marked
+
+    with replaced(nn.functional, "scaled_dot_product_attention", marking):
         yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
 
 
 def _is_composite(op: OpOverload) -> bool:

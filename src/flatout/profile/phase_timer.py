@@ -17,9 +17,9 @@ from torch.autograd.profiler import record_function
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
 
+from flatout.core.replaced import replaced
 from flatout.mfu.ranges import ranges_shown_as
 from flatout.profile.profile_data import PHASES, Phase, Step
-from flatout.profile.syncs import replaced
 
 _RANGES: Mapping[str, Phase] = {
     "enumerate(DataLoader)#": "loader_wait",

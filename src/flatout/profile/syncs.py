@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.core.replaced import replaced
 from flatout.core.torch_state import sync_debug_mode
 from flatout.profile.profile_data import Phase
 
@@ -93,20 +94,6 @@ def watching(
                 stack.enter_context(replaced(Tensor, name, partial(_watched, what, note)))
             stack.enter_context(_SyncWatch(note))
         yield seen
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of a class or module by ``wrap(function)`` within the block. The function may be inherited."""
-    function, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wrap(function))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, function)
-        else:
-            delattr(owner, name)
 
 
 class _SyncWatch(TorchDispatchMode):

@@ -75,6 +75,7 @@ class Trial:
         output_difference: the same for the output tensor that differs most.
         gradient_difference: the same for the gradient that differs most.
         failure: reason for a rejection before or despite the timing; empty otherwise.
+        noise: standard deviation of the log ratio of neighboring blocks of the baseline; None if unknown.
     """
 
     candidate: str
@@ -90,6 +91,7 @@ class Trial:
     output_difference: float | None = None
     gradient_difference: float | None = None
     failure: str = ""
+    noise: float | None = None
 
     @property
     def paired_ms(self) -> float:

@@ -7,13 +7,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
-
-from rich.console import Console, ConsoleOptions, RenderableType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatout.core.described import Described
-from flatout.report.document import Block, plain_text, render
+from flatout.report.document import Block
 from flatout.report.html import cell, page
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 
 class Shown(Described):
@@ -61,7 +62,11 @@ class Shown(Described):
         return cell(self._page())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from flatout.report.terminal import render
+
         yield from render(self._blocks(), options)
 
     def __str__(self) -> str:
+        from flatout.report.terminal import plain_text  # slow to import
+
         return plain_text(self._blocks())

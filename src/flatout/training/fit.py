@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
 from torch import Tensor
 
 from flatout.core.formatting import visible
@@ -248,6 +245,10 @@ class EpochProgress:
         self._counter = counter
         self._losses = Logs(keep=1)
         self._steps = 0
+        from rich.console import Console  # slow to import
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
         console, wanted = Console(stderr=True), wants_progress()
         has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         can_draw = has_widgets or (not console.is_jupyter and can_replace_lines(console))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,7 @@ def part_sizes(samples: int, most: int) -> list[int]:
     return [unit * (units // parts + (i < units % parts)) for i in range(parts)]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Part of a batch, or a whole batch.
 
     Attributes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NoReturn
@@ -202,7 +201,7 @@ class Recovery:
 
     def _parts_of(self, part: Part) -> list[Part]:
         """Return the parts of a part of a batch."""
-        return [replace(p, share=part.share * p.share) for p in self._micro.parts(part.batch)]
+        return [p._replace(share=part.share * p.share) for p in self._micro.parts(part.batch)]
 
     def _in_parts(
         self, parts: Sequence[Part], phase: PhaseOf, moved: Sequence[bool] | None = None, height: int | None = None

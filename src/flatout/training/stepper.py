@@ -333,8 +333,15 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
-        owner = self.spec.model if self.spec.optimizer is None else self.spec.optimizer
-        owner.zero_grad(set_to_none=True)
+        optimizer = self.spec.optimizer
+        if optimizer is None:
+            self.spec.model.zero_grad(set_to_none=True)
+        elif type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+        else:  # torch's method without its range for profilers, which takes a tenth of the time that run.step adds
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     @contextlib.contextmanager
     def whole_updates(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from flatout.report.model import Gain, Row, Trial
@@ -31,93 +31,98 @@ Verdict = Literal["faster", "not faster", "undecided"]
 """Verdict on a gain. "faster" means fast enough to keep, "not faster" means not worth more pairs."""
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Rule for gains and trials. Every decision about a candidate asks this rule.
+def limits(noise: float | None, *, has_other_merits: bool = False) -> tuple[float, float]:
+    """Return the speed above which a candidate is kept, and the speed below which it is not worth more pairs.
 
-    Attributes:
-        noise: standard deviation of the log ratio of neighboring blocks of the baseline; None if unknown.
+    Every decision about a candidate asks this function.
+
+    Args:
+        noise: noise floor of the measurement, as ``Trial.noise``; None if unknown. Today's limits are the same for any
+            noise, because the interval of the gain contains the noise.
+        has_other_merits: True if being no slower is enough, because the candidate saves memory or cores.
     """
+    return (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
 
-    noise: float | None = None
 
-    def limits(self, *, has_other_merits: bool = False) -> tuple[float, float]:
-        """Return the speed above which a candidate is kept, and the speed below which it is not worth more pairs.
+def least_saving(noise: float | None) -> float:
+    """Return the smallest saving that is worth a trial, as a share of a step's time."""
+    return limits(noise)[0] - 1
 
-        Args:
-            has_other_merits: True if being no slower is enough, because the candidate saves memory or cores.
-        """
-        return (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
 
-    @property
-    def least_saving(self) -> float:
-        """Smallest saving that is worth a trial, as a share of a step's time."""
-        return self.limits()[0] - 1
+def verdict(gain: Gain, noise: float | None, *, has_other_merits: bool = False) -> Verdict:
+    """Return the verdict on a gain with its interval. See ``limits`` for the other arguments."""
+    keep_above, drop_below = limits(noise, has_other_merits=has_other_merits)
+    if gain.low > keep_above:
+        return "faster"
+    return "not faster" if gain.high < drop_below else "undecided"
 
-    def verdict(self, gain: Gain, *, has_other_merits: bool = False) -> Verdict:
-        """Return the verdict on a gain with its interval."""
-        keep_above, drop_below = self.limits(has_other_merits=has_other_merits)
-        if gain.low > keep_above:
-            return "faster"
-        return "not faster" if gain.high < drop_below else "undecided"
 
-    def earns(self, trial: Trial, *, has_other_merits: bool = False) -> bool:
-        """Return True if the trial shows that the candidate is faster, or no slower if it has other merits."""
-        if trial.failure or trial.gain is None:
-            return False
-        return self.verdict(trial.gain, has_other_merits=has_other_merits) == "faster"
+def earns(trial: Trial, *, has_other_merits: bool = False) -> bool:
+    """Return True if the trial shows that the candidate is faster, or no slower if it has other merits."""
+    if trial.failure or trial.gain is None:
+        return False
+    return verdict(trial.gain, trial.noise, has_other_merits=has_other_merits) == "faster"
 
-    def saves_memory(self, trial: Trial) -> bool:
-        """Return True if the candidate takes less memory and is no slower."""
-        return self.earns(trial, has_other_merits=True) and saves_bytes(trial.baseline_bytes, trial.candidate_bytes)
 
-    def serves(self, trial: Trial) -> bool:
-        """Return True if the candidate is kept, for its speed or for its memory."""
-        return self.earns(trial) or self.saves_memory(trial)
+def saves_memory(trial: Trial) -> bool:
+    """Return True if the candidate takes less memory and is no slower."""
+    return earns(trial, has_other_merits=True) and saves_bytes(trial.baseline_bytes, trial.candidate_bytes)
 
-    def rank(self, trial: Trial) -> tuple[bool, float]:
-        """Return a sort key that ranks speed before memory."""
-        return (True, ratio(trial)) if self.earns(trial) else (False, -(trial.memory or 0.0))
 
-    def is_open(self, trials: Sequence[Trial]) -> bool:
-        """Return True if more pairs could show that a rejected candidate is faster, or if there was no trial."""
-        timed = [trial.gain for trial in trials if trial.gain is not None and not trial.failure]
-        return not trials or any(self.verdict(gain) != "not faster" and gain.ratio > 1 / HOPELESS for gain in timed)
+def is_kept(trial: Trial) -> bool:
+    """Return True if the candidate is kept, for its speed or for its memory."""
+    return earns(trial) or saves_memory(trial)
 
-    def row(self, row: Row, trials: Sequence[Trial], best: Trial | None) -> Row:
-        """Return the row of a technique for the results of its trials.
 
-        Args:
-            row: the row of the kept technique.
-            trials: all trials of the technique.
-            best: the trial of the candidate to keep, or None.
-        """
-        if best is not None:
-            row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
-            if self.saves_memory(best) and not self.earns(best):
-                saved = 1 - (best.memory or 0)
-                return replace(row, why=f"no slower, and a step takes {saved:.0%} less memory: {row.why}")
-            return row
-        if not trials:
-            return replace(row, status="not tried", why="the budget was spent before a trial could begin")
-        closest = max(trials, key=ratio)
-        return replace(
-            row,
-            status="rejected",
-            why=self._why_rejected(closest),
-            gain=closest.gain,
-            memory=closest.memory,
-            trials=tuple(trials),
-        )
+def rank(trial: Trial) -> tuple[bool, float]:
+    """Return a sort key that ranks speed before memory."""
+    return (True, ratio(trial)) if earns(trial) else (False, -(trial.memory or 0.0))
 
-    def _why_rejected(self, trial: Trial) -> str:
-        if trial.failure or trial.gain is None:
-            return trial.failure
-        times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
-        if trial.gain.ratio <= 1.0:
-            return times
-        why = f"{times}: not shown to be more than {self.least_saving:.0%} faster"
-        return why if self.noise is None else f"{why}, with noise of ±{1.96 * self.noise:.0%}"
+
+def is_open(trials: Sequence[Trial]) -> bool:
+    """Return True if more pairs could show that a rejected candidate is faster, or if there was no trial."""
+    return not trials or any(
+        verdict(trial.gain, trial.noise) != "not faster" and trial.gain.ratio > 1 / HOPELESS
+        for trial in trials
+        if trial.gain is not None and not trial.failure
+    )
+
+
+def row_of(row: Row, trials: Sequence[Trial], best: Trial | None) -> Row:
+    """Return the row of a technique for the results of its trials.
+
+    Args:
+        row: the row of the kept technique.
+        trials: all trials of the technique.
+        best: the trial of the candidate to keep, or None.
+    """
+    if best is not None:
+        row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
+        if saves_memory(best) and not earns(best):
+            saved = 1 - (best.memory or 0)
+            return replace(row, why=f"no slower, and a step takes {saved:.0%} less memory: {row.why}")
+        return row
+    if not trials:
+        return replace(row, status="not tried", why="the budget was spent before a trial could begin")
+    closest = max(trials, key=ratio)
+    return replace(
+        row,
+        status="rejected",
+        why=_why_rejected(closest),
+        gain=closest.gain,
+        memory=closest.memory,
+        trials=tuple(trials),
+    )
+
+
+def _why_rejected(trial: Trial) -> str:
+    if trial.failure or trial.gain is None:
+        return trial.failure
+    times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
+    if trial.gain.ratio <= 1.0:
+        return times
+    why = f"{times}: not shown to be more than {least_saving(trial.noise):.0%} faster"
+    return why if trial.noise is None else f"{why}, with noise of ±{1.96 * trial.noise:.0%}"
 
 
 def saves_bytes(old: int | None, new: int | None) -> bool:

@@ -20,12 +20,15 @@ from typing import Any
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable, free_memory
 from flatout.core.machine import load_average, usable_cores
-from flatout.plan import CACHED, Plan
+from flatout.plan import Plan
 from flatout.report.model import Pace, Row, Status
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, Rule, StepTechnique
 from flatout.training.device_verdict import judged
 from flatout.training.job import Job
+from flatout.training.spec import CACHED
 from flatout.training.step_flops import peak_of
+from flatout.tuning.acceptance import least_saving
+from flatout.tuning.arguments import BATCH_SIZE
 from flatout.tuning.bench import SHARE, TRIAL_SECONDS, Bench
 from flatout.tuning.budget import RACE_SHARE, Budget
 from flatout.tuning.combinations import Combinations
@@ -36,7 +39,6 @@ from flatout.tuning.plan_cache import forget_decision, key_of, read_plan, write_
 from flatout.tuning.progress import log
 from flatout.tuning.race import Outcome, race, race_once, shortest_race
 from flatout.tuning.ranks import applies_on_all, failure_of
-from flatout.tuning.request import BATCH_SIZE
 from flatout.tuning.session import EARLIER, Session
 from flatout.tuning.statistics import FEWEST_PAIRS
 from flatout.tuning.trials import refresh, screening_seconds, warm_up
@@ -61,11 +63,12 @@ def decide(session: Session) -> Outcome:
     Raises:
         ValueError: a forced technique cannot be kept, or a decision disagrees with the plan.
     """
-    agenda, ranks = Agenda(session), session.job.spec.ranks
-    if not session.request.measures:
+    agenda, spec = Agenda(session), session.job.spec
+    ranks = spec.ranks
+    if not spec.measures:
         return agenda.run()
     key = key_of(session)
-    outcome = agenda.run(ranks.first(read_plan(key) if session.request.plan == CACHED and ranks.rank == 0 else None))
+    outcome = agenda.run(ranks.first(read_plan(key) if spec.plan == CACHED and ranks.rank == 0 else None))
     if session.measures and ranks.rank == 0:
         write_plan(key, session.plan())
         session.job.breaks.forget = partial(forget_decision, key)
@@ -119,7 +122,7 @@ class Agenda:
         session = self.session
         if plan is not None and self._repeat(plan):
             return
-        self._measure_baseline(is_brief=session.request.is_recorded)
+        self._measure_baseline(is_brief=session.job.spec.is_recorded)
         if session.job.spec.resizes:  # all later decisions are made at this size
             with session.stage(f"trying {BATCH_SIZE.title}"):
                 session.tuner.decide(BATCH_SIZE)
@@ -214,7 +217,7 @@ class Agenda:
         session = self.session
         if not session.measures:
             return []
-        least = session.bench.acceptance.least_saving * session.bench.pace.total_ms
+        least = least_saving(session.bench.known_noise) * session.bench.pace.total_ms
         worth = [t for t in self.open if self._tried.get(t, 0.0) < TRIAL_SECONDS or self._promise(t) >= least]
         return [technique for technique in worth if session.tuner.may_try(technique)]
 
@@ -294,7 +297,7 @@ class Agenda:
                 if not session.measures:  # the training is too short to compare anything
                     _roll_back(session, before, source)
                     return False
-                if session.request.is_recorded:
+                if session.job.spec.is_recorded:
                     later = {
                         t.name: plan.decisions[t.name]
                         for t in self.open
@@ -356,12 +359,12 @@ class Agenda:
         Args:
             is_brief: leave out the costs of steps and of the loader.
         """
-        session, bench, request = self.session, self.session.bench, self.session.request
-        on_gpu = session.job.spec.device.type == "cuda"
-        checks = not session.first_step_fits or request.memory_limit is not None or (session.measures and on_gpu)
+        session, bench, spec = self.session, self.session.bench, self.session.job.spec
+        on_gpu = spec.device.type == "cuda"
+        checks = not session.first_step_fits or spec.memory_limit is not None or (session.measures and on_gpu)
         checks = checks and not session.job.objective.why_untried
         with session.stage("applying the batch size"):
-            apply_batch_size(session.tuner, bench, session.choices, request.batch_size, checks_memory=checks)
+            apply_batch_size(session.tuner, bench, session.choices, spec.batch_size, checks_memory=checks)
         with session.stage("measuring the original loop"):
             session.settle_budget()
             if session.measures:

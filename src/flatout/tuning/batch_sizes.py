@@ -22,8 +22,8 @@ from flatout.distributed.process_group import group_size
 from flatout.techniques.batch_size import BatchCandidate, largest_batch, size_of
 from flatout.training.learning_rate import BatchSizeChange, ScaledSchedule
 from flatout.training.micro_batches import part_sizes
+from flatout.tuning.arguments import BATCH_SIZE
 from flatout.tuning.bench import Bench
-from flatout.tuning.request import BATCH_SIZE
 from flatout.tuning.stopwatch import seconds, step_memory
 
 if TYPE_CHECKING:

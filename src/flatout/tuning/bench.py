@@ -17,7 +17,6 @@ from flatout.report.model import Pace, Row
 from flatout.techniques import Candidate
 from flatout.training.job import Job
 from flatout.training.stepper import PhaseOf
-from flatout.tuning.acceptance import Acceptance
 from flatout.tuning.budget import BLOCK_SECONDS, Budget
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.pairs import Noise, Pair, PairedTrial, pairs_of
@@ -228,11 +227,6 @@ class Bench:
     def known_noise(self) -> float | None:
         """Standard deviation of the log ratio of neighboring blocks, by the latest measurement; None without one."""
         return list(self._noise.values())[-1].floors["wall"].scale if self._noise else None
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Rule that decides about trials of this training."""
-        return Acceptance(self.known_noise)
 
     @property
     def update_seconds(self) -> float:

@@ -16,7 +16,7 @@ from flatout.core.errors import Unsuitable
 from flatout.core.standard_error import trials as log
 from flatout.report.model import Trial
 from flatout.techniques import Candidate, NotApplicable, PairCandidate, StepTechnique
-from flatout.tuning.acceptance import ratio
+from flatout.tuning import acceptance
 from flatout.tuning.bench import Bench
 from flatout.tuning.ledger import Decision
 from flatout.tuning.numerics import verify
@@ -114,22 +114,23 @@ class Combinations:
 
     def decide(self) -> None:
         """Try combinations, and keep the factors that help."""
-        rule = self._bench.acceptance
         if self._factors:
             self._try_combinations()
         for technique in self.techniques:
             if not self._bench.ledger.is_kept(technique.name):
                 row = technique.row("kept", technique.rationale_on(self._bench.job))
                 trials = self._records[technique.name]
-                self._bench.ledger.add(Decision(rule.row(row, trials, None), is_open=rule.is_open(trials)))
+                self._bench.ledger.add(
+                    Decision(acceptance.row_of(row, trials, None), is_open=acceptance.is_open(trials))
+                )
 
     def _try_combinations(self) -> None:
-        bench, baseline_ms = self._bench, self._bench.pace.step_ms
+        baseline_ms = self._bench.pace.step_ms
         factorial = self._measured()
         paying = [factor for factor in self._factors if factor in factorial.kept]
         records = {factor: self._record(factorial, factor, baseline_ms) for factor in self._factors}
         for factor, record in records.items():
-            if _is_free(factor, paying) and bench.acceptance.saves_memory(record):
+            if _is_free(factor, paying) and acceptance.saves_memory(record):
                 paying.append(factor)
         paying = self._equivalent(paying, records)
         for factor in paying:  # the baseline of each factor is the step with all earlier factors
@@ -147,7 +148,7 @@ class Combinations:
             keeps_cpu_time=all(t.keeps_cpu_time for factor in self._factors for t in factor.techniques)
         )
         floor, block = bench.noise.floors[statistic], bench.blocks()
-        factorial = Factorial(self._groups(), floor, rule=bench.acceptance, ranks=bench.ranks)
+        factorial = Factorial(self._groups(), floor, ranks=bench.ranks)
         for factor in self._factors:
             others = [] if factor.instead_of is None else [factor.instead_of]
             factorial.add([factor], others, difference(factor.pair, statistic))
@@ -191,15 +192,16 @@ class Combinations:
             gain=gain,
             pairs=factorial.pairs_of(factor),
             failure=failure_of(self._bench.ranks, factor.candidate),
+            noise=factorial.floor.scale,
         )
 
     def _keep(self, factor: Screening, record: Trial) -> None:
         """Keep a factor. The companion's row in a pair refers to the technique's row."""
         bench, (technique, *companions) = self._bench, factor.techniques
         why = technique.rationale_on(bench.job)
-        if companions and not any(map(bench.acceptance.earns, self._alone(technique))):
+        if companions and not any(map(acceptance.earns, self._alone(technique))):
             why = f"{why}; it pays in the company of {companions[0].title} alone"
-        row = bench.acceptance.row(technique.row("kept", why), self._records[technique.name], record)
+        row = acceptance.row_of(technique.row("kept", why), self._records[technique.name], record)
         others = [(other, f"{other.rationale_on(bench.job)}; {together_with(technique)}") for other in companions]
         keep_parts(bench, row, factor.candidate, *others)
 
@@ -225,7 +227,7 @@ class Combinations:
             together = reduce(lambda a, b: PairCandidate(a, b, ""), [factor.candidate for factor in paying])
             if self._passes(together, [technique for factor in paying for technique in factor.techniques]):
                 break
-            paying.remove(min(paying, key=lambda factor: ratio(records[factor])))
+            paying.remove(min(paying, key=lambda factor: acceptance.ratio(records[factor])))
         self._bench.rewind()
         return paying
 

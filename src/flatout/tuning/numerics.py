@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from flatout.core.errors import parameters_of
 from flatout.distributed.agreement import Agreement
 from flatout.techniques import Candidate, StepTechnique
 from flatout.training.stepper import PhaseOf, as_range
@@ -232,14 +233,15 @@ def _in_eval_mode(job: Job, batches: Sequence[Any]) -> dict[str, Tensor]:
 
 def _gradients(job: Job, batch: Any) -> dict[str, Tensor]:
     """Return the gradients of the batch's loss, by parameter name."""
-    parameters = _trainable(job)
-    for parameter in parameters.values():
+    parameters = job.spec.trained
+    for parameter in parameters:
         parameter.grad = None
     scale = 1.0 if job.stepper.scaler is None else GRADIENT_SCALE
     for part in job.stepper.micro_batches.parts(batch):
         (job.objective(part.batch) * part.share * scale).backward()
-    gradients = {name: p.grad.detach().clone() / scale for name, p in parameters.items() if p.grad is not None}
-    for parameter in parameters.values():
+    found = {name: p.grad for name, p in _trainable(job).items() if p.grad is not None}
+    gradients = {name: gradient.detach().clone() / scale for name, gradient in found.items()}
+    for parameter in parameters:
         parameter.grad = None
     return gradients
 
@@ -259,12 +261,14 @@ def _reads_gradients(job: Job, into: dict[str, Tensor]) -> PhaseOf:
 
 
 def _trainable(job: Job) -> dict[str, Tensor]:
-    """Return the trainable parameters by name."""
+    """Return the trainable parameters by name; with an optimizer only its own, as others may keep old gradients."""
+    optimizer = job.spec.optimizer
+    held = None if optimizer is None else set(map(id, parameters_of(optimizer)))
     return {
         name if module is job.spec.model else f"{type(module).__name__}.{name}": parameter
         for module in job.spec.modules
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad and (held is None or id(parameter) in held)
     }
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from flatout.core.standard_error import trials as log
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.model import Gain, Statistic, Trial
-from flatout.tuning.acceptance import Acceptance, Verdict
+from flatout.tuning import acceptance
 from flatout.tuning.statistics import FEWEST_PAIRS, UNKNOWN_NOISE, GainSequence, NoiseFloor
 from flatout.tuning.stopwatch import Block, Measure
 
@@ -141,7 +141,7 @@ class PairedTrial:
         self._ranks = ranks
         floor = noise.floors[self.statistic]
         self._sequence = GainSequence(floor)
-        self._rule, self._has_other_merits = Acceptance(floor.scale), has_other_merits
+        self._noise, self._has_other_merits = floor.scale, has_other_merits
 
     def add(self, pair: Pair) -> None:
         """Add neighboring blocks of the baseline and of the candidate."""
@@ -190,7 +190,7 @@ class PairedTrial:
         """Number of pairs until the verdict, if the next pairs are like those so far."""
         low, high = self._sequence.interval
         mean = self._sequence.mean
-        keep_above, drop_below = self._rule.limits(has_other_merits=self._has_other_merits)
+        keep_above, drop_below = acceptance.limits(self._noise, has_other_merits=self._has_other_merits)
         margin = max(mean - math.log(keep_above), math.log(drop_below) - mean)
         return len(self.pairs) * (((high - low) / 2 / margin) ** 2 - 1)
 
@@ -201,9 +201,9 @@ class PairedTrial:
         return Gain(math.exp(self._sequence.mean), math.exp(low), math.exp(high))
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> acceptance.Verdict:
         """Verdict of the pairs so far."""
-        return self._rule.verdict(self.gain, has_other_merits=self._has_other_merits)
+        return acceptance.verdict(self.gain, self._noise, has_other_merits=self._has_other_merits)
 
     def record(self, label: str, steps: int) -> Trial:
         """Return the record of at least one pair for the report.
@@ -219,4 +219,5 @@ class PairedTrial:
             candidate_ms=1e3 * baseline / self.gain.ratio / steps,
             gain=self.gain,
             pairs=len(self.pairs),
+            noise=self._noise,
         )

@@ -87,8 +87,8 @@ def key_of(session: Session) -> dict[str, str]:
     Args:
         session: a prepared session, before its search.
     """
-    spec, request, loader = session.job.spec, session.request, original_of(session.loader)
-    arguments = {name: getattr(request, name) for name in ("batch_size", "lr_rule", "memory_limit")}
+    spec, loader = session.job.spec, original_of(session.loader)
+    arguments = {name: getattr(spec, name) for name in ("batch_size", "lr_rule", "memory_limit")}
     return {
         "flatout": f"{__version__}, plans of version {SCHEMA_VERSION}",
         "python": platform.python_version(),
@@ -101,7 +101,7 @@ def key_of(session: Session) -> dict[str, str]:
         "code": hash_of_source(_code_of(spec, loader)),
         "loader": _loader(loader),
         "settings": _settings(spec.optimizer),
-        "scheduler": _class_of(request.scheduler),
+        "scheduler": _class_of(spec.scheduler),
         "update": f"accumulate={spec.accumulate}, clips={spec.max_grad_norm is not None}",
         "deterministic": str(spec.deterministic),
         "choices": json.dumps({"techniques": session.choices.asked, **arguments}, sort_keys=True, default=repr),

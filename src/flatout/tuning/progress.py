@@ -17,12 +17,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from flatout.core import formatting
 from flatout.core.standard_error import can_replace_lines, wants_progress
 from flatout.report import wording
-from flatout.report.document import say
 from flatout.report.model import Gain, Row
 from flatout.tuning.budget import Budget
 from flatout.tuning.ledger import Ledger
@@ -187,6 +184,8 @@ def live_line() -> NotebookLine | TerminalLine | LogLines | None:
         or isinstance(stream, _SharedStream)
     ):
         return None  # another live line uses the terminal
+    from rich.console import Console  # slow to import
+
     console = Console(file=stream)
     if console.is_jupyter:
         return NotebookLine() if multiprocessing.parent_process() is None else None
@@ -269,6 +268,8 @@ class TerminalLine:
     """
 
     def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
         self._stream = stream
         self._console = Console(file=stream)
         self._is_ascii = not self._console.encoding.startswith("utf")
@@ -285,6 +286,8 @@ class TerminalLine:
 
     def show(self, text: str) -> None:
         """Replace the line by ``text``, cut to the terminal's width. An unfinished line of other output stays."""
+        from flatout.report.terminal import say
+
         line = say(text, self._is_ascii)
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._text = line.plain

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from flatout.report.model import Gain, Pace, Row, Statistic
 from flatout.techniques import REGISTRY, StepTechnique, Technique
+from flatout.tuning import acceptance
 from flatout.tuning.bench import LONG_UPDATE, Bench, off
 from flatout.tuning.ledger import Decision
 from flatout.tuning.pairs import difference, measure_pairs
@@ -65,7 +66,7 @@ def race(bench: Bench) -> Outcome:
     while bench.ledger.won:
         result = race_once(bench, _fewest_pairs(bench))
         assert result.gain is not None
-        if bench.acceptance.verdict(result.gain, has_other_merits=True) == "faster":
+        if acceptance.verdict(result.gain, bench.known_noise, has_other_merits=True) == "faster":
             return result
         won = bench.ledger.won
         _revert(bench, _least_certain(won) if budget.left > 0 else won, result.gain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,7 @@ from flatout.data.loaders import TORCHS_SAMPLERS
 from flatout.distributed import process_group
 from flatout.distributed.agreement import ALONE, Agreement, GroupAgreement, RankFailure
 from flatout.distributed.process_group import group_size
-from flatout.plan import CACHED
 from flatout.techniques import Candidate, LoaderCandidate, NotApplicable
-from flatout.tuning.request import Choices, Request
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.distributed")
 """Module prefixes of wrapper classes: DDP, FSDP, ``fully_shard`` and ``replicate``."""
@@ -162,40 +159,6 @@ def applies_on_all(ranks: Agreement) -> Iterator[None]:
             yield
     except RankFailure as failure:
         raise NotApplicable(str(failure)) from failure
-
-
-_SAME = (
-    "accumulate",
-    "batch_size",
-    "budget",
-    "deterministic",
-    "expected_steps",
-    "lr_rule",
-    "max_grad_norm",
-    "memory_limit",
-)
-"""Arguments of ``optimize`` that change the trials."""
-
-
-def check_same(ranks: Agreement, request: Request, choices: Choices) -> None:
-    """Reject arguments that differ between ranks, because all ranks must make the same trials.
-
-    Raises:
-        ValueError: an argument differs. The message names it.
-    """
-    if ranks.size == 1:
-        return
-    arguments = {name: repr(getattr(request, name)) for name in _SAME}
-    arguments["plan"] = repr(request.plan == CACHED)
-    arguments["techniques"] = json.dumps(
-        dict(choices.values), sort_keys=True, default=lambda value: type(value).__name__
-    )
-    given = ranks.every(arguments)
-    for name in arguments:
-        values = [each[name] for each in given]
-        if len(set(values)) > 1:
-            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ValueError(f"{name} must be the same on all ranks, got {shown}. Or pass parallel='none'")
 
 
 def same_candidates(ranks: Agreement, find: Callable[[], Sequence[CandidateT]]) -> Sequence[CandidateT]:

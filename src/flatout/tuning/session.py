@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.errors import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
-from flatout.core.reproducible import is_reproducible
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.feedback import why_not_ahead
@@ -25,7 +24,6 @@ from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, first_batches, k
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.data.slices import shards_of, sliced, why_not_sliced
-from flatout.distributed.agreement import ALONE, Agreement
 from flatout.plan import Plan, fingerprint
 from flatout.report.model import Gain, Row
 from flatout.techniques import REGISTRY, Measured, NotApplicable, Rule
@@ -33,22 +31,20 @@ from flatout.techniques.batch_size import size_of
 from flatout.training.attachments import attach, detach
 from flatout.training.first_step import check_step
 from flatout.training.job import Job, JobData
-from flatout.training.learning_rate import rule_for
 from flatout.training.loader import TrainingLoader
-from flatout.training.spec import Spec, device_of
+from flatout.training.spec import Spec
 from flatout.tuning import stopwatch
+from flatout.tuning.arguments import Choices
 from flatout.tuning.bench import Bench
 from flatout.tuning.budget import MOST_SECONDS, Budget, affordable, too_few, why_nothing
 from flatout.tuning.ledger import Decision, Ledger
 from flatout.tuning.progress import Progress, gain_of, log, logged, own_progress
 from flatout.tuning.ranks import (
     applies_on_all,
-    check_same,
     is_first_rank,
     why_apart,
     why_not_measured,
 )
-from flatout.tuning.request import BATCH_SIZE, Choices, Request
 from flatout.tuning.trials import settle
 from flatout.tuning.tuner import Tuner
 
@@ -74,10 +70,8 @@ class Session:
     """State of one call of ``optimize``.
 
     Args:
-        request: the arguments.
+        spec: the arguments, as ``resolved`` returns them.
         choices: techniques that are forbidden or forced.
-        ranks: agreement with the ranks that train the same model.
-        device: device of this rank, or None if the user or the launcher chooses it.
         why_untried: why steps cannot be tried; empty if they can. Then nothing is measured, and no step runs.
         why_not_read: why an earlier session could not read samples out of turn; empty if it could.
         unread: batches that an earlier session has read for the training, or None.
@@ -104,61 +98,37 @@ class Session:
 
     def __init__(
         self,
-        request: Request,
+        spec: Spec,
         choices: Choices,
-        ranks: Agreement = ALONE,
-        device: torch.device | None = None,
         *,
         why_untried: str = "",
         why_not_read: str = "",
         unread: ReplayBuffer | None = None,
     ) -> None:
-        self.request = request
         self.choices = choices
-        self._device = device
         self._unread = unread
-        check_same(ranks, request, choices)
-        loader = request.loader.original if isinstance(request.loader, TrainingLoader) else request.loader
-        deterministic = request.deterministic or is_reproducible()
-        loader = seeded_if_random(loader) if deterministic and request.seed is not None else loader
+        ranks = spec.ranks
+        loader = spec.loader.original if isinstance(spec.loader, TrainingLoader) else spec.loader
+        loader = seeded_if_random(loader) if spec.deterministic and spec.seed is not None else loader
         self._shards = shards_of(loader) if ranks.size > 1 else 1
         self.loader = loader if self._shards > 1 else sliced(loader, ranks)
-        spec = Spec(
-            model=request.model,
-            device=device_of(request.model, request.device, device),
-            optimizer=request.optimizer,
-            loss_fn=request.loss_fn,
-            compute_loss=request.compute_loss,
-            loss_weight=request.loss_weight,
-            inference=request.is_inference,
-            is_recorded=request.is_recorded,
-            accumulate=request.accumulate,
-            resizes=request.batch_size == "auto" and request.given_plan is None,
-            lr_rule=_lr_rule(request, choices),
-            memory_limit=request.memory_limit,
-            max_grad_norm=request.max_grad_norm,
-            deterministic=deterministic,
-            reproducible=is_reproducible() and not request.deterministic,
-            ranks=ranks,
-        )
-        self.apart = "" if spec.ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
+        self.apart = "" if ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
-        reason = why_untried or ("" if spec.ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer))
+        reason = why_untried or ("" if ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer))
         if reason:
             self.notes.append(reason)
-            self.request = replace(request, budget=0)
+            spec = replace(spec, budget=0)
         if self._shards > 1:
             self.notes.append(f"{why_not_sliced(loader)}: its batch size is that of one rank")
-        own_steps = request.expected_steps or self._default_steps()
-        self.expected_steps = int(spec.ranks.largest([own_steps])[0])
+        self.expected_steps = int(ranks.largest([spec.expected_steps or self._default_steps()])[0])
         self.job = Job(spec, JobData(self.loader, self.loader, self.expected_steps, why_not_read=why_not_read))
         self.job.objective.why_untried = why_untried
         self.ledger = Ledger()
         self.progress = Progress()
         self._told = ""
-        self.logs = not request.is_recorded  # a script's log has its own records
+        self.logs = not spec.is_recorded  # a script's log has its own records
         self.own_size = size_of(self.job)
-        self.load_average, self.cores = spec.ranks.first((load_average(), usable_cores()))
+        self.load_average, self.cores = ranks.first((load_average(), usable_cores()))
         self.repeated = choices.plan
         self.retried: frozenset[str] = frozenset()
         self._rewindable, self._fails_to_read = True, False
@@ -201,7 +171,7 @@ class Session:
         if not self._rewindable:
             self._read_ahead()
         snapshot = self._capture()
-        budget = Budget(MOST_SECONDS if self.request.budget is None else self.request.budget, ranks)
+        budget = Budget(MOST_SECONDS if spec.budget is None else spec.budget, ranks)
         self.bench = Bench(job, snapshot, budget, self._rewindable, self.ledger, self.progress)
         self._undo.append(self._restore_training)
         with self.stage("taking batches"):
@@ -220,7 +190,7 @@ class Session:
     def _run_first_step(self, snapshot: Snapshot) -> None:
         job, ranks = self.job, self.job.spec.ranks
         with self.stage("running a first step"):
-            needs_loss = bool(self.request.run_step_arguments)
+            needs_loss = bool(job.spec.run_step_arguments)
             fits = check_step(job, snapshot, job.data.batches[0], needs_loss=needs_loss)
             self.first_step_fits = ranks.all_hold(fits)
             job.objective.draws = not ranks.all_hold(not job.objective.draws)
@@ -264,14 +234,12 @@ class Session:
         Args:
             why: the reason of ``Unrepeatable``.
         """
+        spec, data = self.job.spec, self.job.data
         if self._fails_to_read:
-            return Session(self.request, self.choices, self.job.spec.ranks, self._device, why_not_read=why)
-        data = self.job.data
+            return Session(spec, self.choices, why_not_read=why)
         return Session(
-            self.request,
+            spec,
             self.choices,
-            self.job.spec.ranks,
-            self._device,
             why_untried=why,
             why_not_read=data.why_not_read,
             unread=data.source if isinstance(data.source, ReplayBuffer) else None,
@@ -295,11 +263,11 @@ class Session:
     @property
     def measures(self) -> bool:
         """True if trials decide."""
-        return self.bench.budget.seconds > 0 and self.request.measures and self.repeated is None
+        return self.bench.budget.seconds > 0 and self.job.spec.measures and self.repeated is None
 
     def settle_budget(self) -> None:
         """Set the default budget from the pace of the training. Steps must fit in memory."""
-        if self.request.budget is not None or not self.measures:
+        if self.job.spec.budget is not None or not self.measures:
             return
         data, steps = self.job.data, self.expected_steps
         scale = steps / data.expected_steps  # batches of the user's loader in one of the job's
@@ -425,13 +393,3 @@ class Session:
                     "Skip empty batches, or check how the sampler and collate_fn treat the last samples"
                 )
         return taken
-
-
-def _lr_rule(request: Request, choices: Choices) -> str:
-    """Return the argument ``lr_rule``, or for "auto" the rule of a given batch size, else the optimizer's."""
-    if request.lr_rule != "auto":
-        return request.lr_rule
-    if request.optimizer is None:
-        return "none"
-    size = choices.of(BATCH_SIZE)
-    return (isinstance(size, Mapping) and size.get("lr_rule")) or rule_for(request.optimizer)

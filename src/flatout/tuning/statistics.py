@@ -27,7 +27,7 @@ import numpy as np
 from flatout.distributed.agreement import ALONE, Agreement
 from flatout.report.estimates import t_quantile
 from flatout.report.model import Gain
-from flatout.tuning.acceptance import Acceptance
+from flatout.tuning.acceptance import verdict
 
 LEVEL = 0.05
 """Probability that the interval misses the true gain at any number of pairs."""
@@ -206,10 +206,10 @@ class Factorial(Generic[Factor]):
         groups: alternatives of each technique, of which a combination has at most one.
         floor: noise of the baseline against itself.
         seed: seed of the combinations.
-        rule: decides about gains. The default is the rule for this noise.
         ranks: the ranks that decide together. The estimates of rank 0 count, because processors may round differently.
 
     Attributes:
+        floor: as given.
         kept: factors that are fixed on.
         open: groups without a decision.
     """
@@ -220,14 +220,12 @@ class Factorial(Generic[Factor]):
         floor: NoiseFloor,
         seed: int = 0,
         *,
-        rule: Acceptance | None = None,
         ranks: Agreement = ALONE,
     ) -> None:
-        self._rule = rule or Acceptance(floor.scale)
         self.kept: list[Factor] = []
         self.open = [list(group) for group in groups]
         self._columns = {factor: i for i, factor in enumerate(factor for group in groups for factor in group)}
-        self._floor = floor
+        self.floor = floor
         self._ranks = ranks
         self._random = random.Random(seed)
         self._rows: list[np.ndarray] = []
@@ -269,7 +267,7 @@ class Factorial(Generic[Factor]):
         """Return the estimate of each factor by ridge regression. Noise floor and residuals give the scale."""
         rows = np.array(self._rows).reshape(-1, len(self._columns))
         gains = np.array(self._gains)
-        variance, freedom = max(self._floor.scale, LEAST_SCALE) ** 2, float(self._floor.pairs)
+        variance, freedom = max(self.floor.scale, LEAST_SCALE) ** 2, float(self.floor.pairs)
         means, covariance = self._ridge(rows, gains, variance)
         residuals = gains - rows @ means
         spent = len(self._columns) - np.trace(covariance) / PRIOR**2  # degrees of freedom that the estimates use
@@ -295,7 +293,7 @@ class Factorial(Generic[Factor]):
             last: True to keep the best factor of a group although another may be as good.
         """
         estimates, still_open = self.estimates(), []
-        verdicts = {factor: self._rule.verdict(each.gain(deviations)) for factor, each in estimates.items()}
+        verdicts = {factor: verdict(each.gain(deviations), self.floor.scale) for factor, each in estimates.items()}
         for group in self.open:
             best = max(group, key=lambda factor: estimates[factor].mean)
             rivals = [s for s in group if s != best and estimates[s].high(deviations) > estimates[best].low(deviations)]

@@ -173,6 +173,7 @@ def step_trial(bench: Bench, candidate: Candidate, techniques: Sequence[StepTech
         candidate_ms=timed.candidate_ms,
         gain=timed.gain,
         pairs=timed.pairs,
+        noise=timed.noise,
         failure=failure_of(bench.ranks, candidate),
     )
     if scale != 1.0:  # a larger batch takes more memory, and its first step is no setup

@@ -26,13 +26,13 @@ from flatout.techniques import (
     StepTechnique,
 )
 from flatout.techniques.batch_size import BatchCandidate, largest_batch
-from flatout.tuning.acceptance import ratio
+from flatout.tuning import acceptance
+from flatout.tuning.arguments import BATCH_SIZE, Choices
 from flatout.tuning.batch_sizes import SizeTrials, memory_limit, parts_that_fit
 from flatout.tuning.bench import Bench
 from flatout.tuning.costs import exposed_ms
 from flatout.tuning.ledger import Decision
 from flatout.tuning.ranks import applies_on_all, same_candidates
-from flatout.tuning.request import BATCH_SIZE, Choices
 from flatout.tuning.stopwatch import LoaderComparison
 from flatout.tuning.trials import (
     attempt,
@@ -236,7 +236,7 @@ class Tuner:
         if isinstance(technique, StepTechnique) and technique.saves_communication:
             pace = replace(pace, exposed_ms=exposed_ms(bench))
         saving = bench.ranks.largest([technique.most_saved(job, pace)])[0]
-        if saving < bench.acceptance.least_saving * pace.total_ms:
+        if saving < acceptance.least_saving(bench.known_noise) * pace.total_ms:
             return _why_nothing_to_save(technique, pace)
         return ""
 
@@ -298,11 +298,11 @@ class Tuner:
             companions: techniques of the other parts of a pair, with the reasons in their rows.
             is_memory: True if an undecided technique stays rejected at the next start.
         """
-        bench, rule = self._bench, self._bench.acceptance
-        row = rule.row(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
+        bench = self._bench
+        row = acceptance.row_of(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best)
         if best is None:
-            return bench.ledger.add(Decision(row, is_open=not is_memory and rule.is_open(trials)))
+            return bench.ledger.add(Decision(row, is_open=not is_memory and acceptance.is_open(trials)))
         return keep_parts(bench, row, best[1], *companions)
 
     def _candidates(self, technique: StepTechnique) -> Sequence[Candidate]:
@@ -325,7 +325,7 @@ class Tuner:
         self, candidates: Sequence[CandidateT], *techniques: StepTechnique
     ) -> tuple[list[Trial], tuple[Trial, CandidateT] | None]:
         """Return the trials of candidates, and the best candidate to keep with its trial."""
-        bench, rule = self._bench, self._bench.acceptance
+        bench = self._bench
         trials: list[Trial] = []
         best: tuple[Trial, CandidateT] | None = None
         for candidate in candidates:
@@ -333,7 +333,7 @@ class Tuner:
                 break
             trial = attempt(bench, candidate.label, lambda c=candidate: step_trial(bench, c, techniques))  # type: ignore[misc]
             trials.append(trial)
-            if rule.serves(trial) and (best is None or rule.rank(trial) > rule.rank(best[0])):
+            if acceptance.is_kept(trial) and (best is None or acceptance.rank(trial) > acceptance.rank(best[0])):
                 best = trial, candidate
         bench.rewind()
         for candidate in candidates:
@@ -386,14 +386,14 @@ class Tuner:
             run = partial(loader_trial, bench, candidate, found, has_other_merits=is_sparing)
             trial = attempt(bench, candidate.label, run)
             trials.append(trial)
-            earns = bench.acceptance.earns(trial, has_other_merits=is_sparing)
-            if earns and (best is None or ratio(trial) > ratio(best[0])):
+            earns = acceptance.earns(trial, has_other_merits=is_sparing)
+            if earns and (best is None or acceptance.ratio(trial) > acceptance.ratio(best[0])):
                 best = trial, candidate, found[0]
         bench.rewind()
-        row = bench.acceptance.row(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
+        row = acceptance.row_of(technique.row("kept", technique.rationale_on(bench.job)), trials, best and best[0])
         row = _with_finding(row, technique, best or (None, candidates[0]))
         if best is None:
-            return bench.ledger.add(Decision(row, is_open=bench.acceptance.is_open(trials)))
+            return bench.ledger.add(Decision(row, is_open=acceptance.is_open(trials)))
         bench.use(*best[2])
         return bench.ledger.add(Decision(row, "trial", best[1].value))
 
