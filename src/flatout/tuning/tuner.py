@@ -12,7 +12,7 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.guards import Guard, MeanOverSamples
+from flatout.guards import MEAN_OVER_SAMPLES, Guard
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -47,8 +47,6 @@ from flatout.tuning.trials import (
 )
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
-
-PARTS_ARE_EQUAL = MeanOverSamples()
 
 
 class Tuner:
@@ -299,7 +297,7 @@ class Tuner:
         except torch.OutOfMemoryError as error:
             failure = error
         bench.rewind()
-        if failure is None and parts is not None and (reason := self._contradiction(PARTS_ARE_EQUAL)):
+        if failure is None and parts is not None and (reason := self._contradiction(MEAN_OVER_SAMPLES)):
             whole = formatting.size_of(int(memory_limit(job)))
             failure = torch.OutOfMemoryError(
                 f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
@@ -336,7 +334,7 @@ class Tuner:
             return False
         finally:
             bench.rewind()
-        if parts is not None and self._contradiction(PARTS_ARE_EQUAL):
+        if parts is not None and self._contradiction(MEAN_OVER_SAMPLES):
             return False
         self._impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
         self._impose_parts(parts)
