@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +80,7 @@ class RankPool:
             self._ends.append(ours)
             self._processes.append(process)
 
-    def __call__(self, check: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def __call__(self, check: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         if not self._processes:
             self._start()
         for end in self._ends:
@@ -110,3 +113,27 @@ class RankPool:
         for end in self._ends:
             end.close()
         self._ends, self._processes = [], []
+
+
+def on_ranks(fixture: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that runs a test on all ranks of a pool.
+
+    Args:
+        fixture: name of the fixture that returns the pool.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(**arguments: Any) -> None:
+            arguments.pop(fixture)(_run, body.__module__, body.__name__, **arguments)
+
+        of_pool = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
+        parameters = (*inspect.signature(body).parameters.values(), of_pool)
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run(module: str, name: str, /, **arguments: Any) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)

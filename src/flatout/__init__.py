@@ -9,7 +9,7 @@ from flatout import native  # noqa: F401, I001  (imported first, because it reje
 from flatout import amp, data, mfu, optim
 from flatout.training.checkpoint.file import CorruptCheckpointError
 from flatout.optimize import optimize
-from flatout.autotune.door import auto
+from flatout.autotune.auto import auto
 from flatout.plan import Plan
 from flatout.report import Report
 from flatout.core.deprecated import old_names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from flatout.core.formatting import first_line
 from flatout.core.kinds import check_kinds, check_number
 from flatout.core.random_state import RandomState, generators_in
+from flatout.core.saved import parts_of
 from flatout.core.snapshot import Snapshot
-from flatout.data.loaders import LoaderPosition
+from flatout.data.loaders import loader_position, original_of
 from flatout.distributed.agreement import OwnError
 from flatout.plan import Plan
 from flatout.training import checkpoint, job_state
@@ -157,21 +158,23 @@ class Resumable:
         Raises:
             ValueError: ``state`` does not fit this training.
         """
+        spec, data, stepper = self._job.spec, self._job.data, self._job.stepper
+        random = self._random_state()
         # The copies are on the host, because the device may not have enough memory for a second model.
         before = Snapshot.capture(
-            self._job.spec.modules,
-            self._job.spec.optimizer,
-            self._job.data.loader,
-            self._job.spec.code,
-            also=[LoaderPosition(self._job.data.loader)],
+            spec.modules,
+            spec.optimizer,
+            data.loader,
+            [*spec.code, self._scheduler],
+            also=[loader_position(self.loader, data.source, data.loader), random, *parts_of(stepper, 0)],
             on=torch.device("cpu"),
         )
-        random = self._random_state()
-        scheduler = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
-        attributes = set(getattr(self._scheduler, "__dict__", ()))
-        progress = self._job.stepper.progress
+        before.add_data(stepper.times)
+        if not isinstance(own := original_of(data.loader), DataLoader):  # other code runs beside the workers of one
+            before.add_data(own)
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
         try:
-            with OwnError(), self._job.spec.ranks.attempt("run.load"):
+            with before.extended(), OwnError(), spec.ranks.attempt("run.load"):
                 if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                     raise ValueError(f"state must come from run.state_dict(), version {STATE_VERSION}")
                 state = mapped(state, tensor)
@@ -179,29 +182,23 @@ class Resumable:
                 if (state["scheduler"] is None) != (scheduler is None):
                     raise ValueError("only one of it and this training has a scheduler")
                 self._check_scheduler(state["scheduler"], scheduler)
-                job_state.load_state_dict(self._job.stepper, state["job"])
+                job_state.load_state_dict(stepper, state["job"])
                 if self._scheduler is not None:
                     self._scheduler.load_state_dict(state["scheduler"])
                 if fitted.loss is not None:
-                    fitted.loss = fitted.loss.to(self._job.spec.device)
+                    fitted.loss = fitted.loss.to(spec.device)
                 self._write_random(random, [state["random"], *state.get("random_of_others", [])])
                 if state["loader"] is not None:
                     self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         except BaseException as error:
             before.restore()
-            random.restore()
-            self._job.stepper.progress = progress
-            if self._scheduler is not None:
-                self._scheduler.load_state_dict(scheduler)
-                for name in set(getattr(self._scheduler, "__dict__", ())) - attributes:
-                    del self._scheduler.__dict__[name]
             if not isinstance(error, Exception):
                 raise
             raise ValueError(f"{what} of another training: {first_line(error)}") from error
         self.steps, self.fitted, self._is_loaded = steps, fitted, True
         self._scheduler_steps = None
-        here = self._job.stepper.micro_batches.size
-        self._job.stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
+        here = stepper.micro_batches.size
+        stepper.micro_batches.size = min((n for n in (here, micro_batch) if n is not None), default=None)
         self._finite = NonFiniteMonitor(self._job, self._finite.stop_after)
         if plan.decisions != self.plan.decisions:
             warnings.warn(

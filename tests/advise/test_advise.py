@@ -40,7 +40,7 @@ from flatout.cli import main
 loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(sys.argv[1]))]
 try:
     for name in sys.argv[2:]:
-        assert main(["advise", "--seconds", "4", "--only", "precision", "--json", f"{name}.json", f"{name}.py"]) == 0
+        assert main(["advise", "--seconds", "20", "--only", "precision", "--json", f"{name}.json", f"{name}.py"]) == 0
 finally:
     for loop in loops:
         loop.kill()
@@ -54,7 +54,7 @@ class Done(NamedTuple):
     advice: dict[str, Any]
 
 
-def advise(script: Path, *options: str, seconds: float = 1) -> Done:
+def advise(script: Path, *options: str, seconds: float = 20) -> Done:
     names = ["--seconds", str(seconds), "--only", "precision", "--json", "advice.json", *options, script.name]
     done = started("-m", "flatout", "advise", *names, folder=script.parent)
     file = script.parent / "advice.json"
@@ -123,7 +123,7 @@ def test_a_patched_script_no_longer_has_the_cause(planted, tmp_path):
 
 def test_a_script_without_these_causes_is_ended_with_its_finally_blocks_and_functions_at_exit(tmp_path):
     text = f"{TRAINING}\ntry:\n    train(10**9)\nfinally:\n    print('finally')\nprint('unreachable')"
-    done = advise(written(tmp_path, text))
+    done = advise(written(tmp_path, text), seconds=1)
     assert {"starved_loader", "sync_in_loop", "evaluation_with_gradients"}.isdisjoint(dict(causes_of(done.advice)))
     assert boxes_of(done.advice)["evaluation"] is True
     assert boxes_of(done.advice)["loading"] is None

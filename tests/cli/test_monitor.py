@@ -69,7 +69,9 @@ def test_json_lines_on_standard_output_and_in_a_file(fake, tmp_path: Path, capsy
     assert main(["monitor", "--once", "--json", str(path)]) == 0
     (sample,) = read_samples(path)
     assert sample.gpus[0].gpm == "NVML GPM"
-    assert "cuda:0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cuda:0" in out
+    assert str(path) in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,17 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from flatout.core.installed import installed, without_profilers
 from flatout.core.reachable import module_of
 from flatout.core.snapshot import Snapshot
+from flatout.core.step_hooks import before_steps
 
 
 @contextlib.contextmanager
@@ -175,3 +180,42 @@ def test_profilers_and_tracers_do_not_see_a_guarded_block(kind):
         change(before)
     assert mine
     assert seen.count("once") == 1
+
+
+class OwnSteps(torch.optim.SGD):
+    """Optimizer whose step reaches torch's tables of hooks, as the user's code."""
+
+    def step(self, closure=None):
+        """Do nothing. SGD.step would call the hooks once more."""
+
+
+def hooks_of_flatout():
+    return [
+        hook
+        for table in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        for hook in table.values()
+        if module_of(hook).startswith("flatout.")
+    ]
+
+
+def test_restoring_leaves_flatouts_own_step_hooks_alone():
+    model = nn.Linear(2, 1)
+    optimizer, checked = OwnSteps(model.parameters(), lr=0.1), []
+    users = register_optimizer_step_post_hook(lambda *_: None)
+
+    def steps():
+        optimizer.step()
+        return len(checked)
+
+    before = Snapshot.capture([model], optimizer)
+    with before_steps(checked.append):
+        inside, hooks = Snapshot.capture([model], optimizer), hooks_of_flatout()
+        users.remove()
+        before.restore()
+        assert users.id in _global_optimizer_post_hooks
+        assert hooks_of_flatout() == hooks
+        assert steps() == 1
+    inside.restore()
+    assert hooks_of_flatout() == [hook for hook in hooks if hook is not hooks[-1]]
+    assert steps() == 1
+    users.remove()

@@ -18,10 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.core.foreign import MOST_BYTES_OF_DATA
-from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
-from flatout.core.snapshot import Snapshot
+from flatout.core.saved import parts_of
+from flatout.core.snapshot import MOST_BYTES_OF_DATA, Snapshot
 
 counter = 0
 state = types.SimpleNamespace(position=0)

@@ -347,13 +347,19 @@ def test_closed_by_another_thread(kind):
                 errors.append(error)
 
     iterating = [threading.Thread(target=iterate) for _ in range(2)]
-    for thread in iterating:
-        thread.start()
-    for _ in range(200):
-        loader.close()
-    stop.set()
-    for thread in iterating:
-        thread.join()
+    # The threads read the state of torch's generator, which holds a lock. A garbage collection there may switch threads
+    # in a callback, and the other thread would wait for this lock forever, with the interpreter's own lock.
+    gc.disable()
+    try:
+        for thread in iterating:
+            thread.start()
+        for _ in range(200):
+            loader.close()
+        stop.set()
+        for thread in iterating:
+            thread.join()
+    finally:
+        gc.enable()
     assert errors == []
     loader.close()
     assert threads_end()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from flatout.data import InMemoryLoader, Prefetcher, clone_loader, is_rewindable, seed_samples, tune
 from flatout.data.loader_class import base_of, is_plain, overridden, why_not_plain
-from flatout.data.loaders import LoaderPosition, first_batches, why_not_resized, with_batch_size
+from flatout.data.loaders import first_batches, loader_position, why_not_resized, with_batch_size
 from tests.frameworks import imported
 from tests.loaders import (
     WITH_BASE,
@@ -62,7 +62,7 @@ def test_a_clone_yields_what_the_loader_yields(name, workers):
 def test_batches_for_trials_do_not_change_the_loader(name):
     loader = WITH_BASE[name](SAMPLES)
     assert is_rewindable(loader)
-    state, position, before = torch.get_rng_state(), LoaderPosition(loader), dict(vars(loader))
+    state, position, before = torch.get_rng_state(), loader_position(loader), dict(vars(loader))
     taken = [batch.tolist() for batch in first_batches(loader, 2)]
     list(clone_loader(loader))  # a whole epoch
     torch.set_rng_state(state)
@@ -74,7 +74,7 @@ def test_batches_for_trials_do_not_change_the_loader(name):
 def test_a_sampler_that_counts_epochs_is_rewound():
     sampler = EpochSampler(SAMPLES)
     loader = DataLoader(SAMPLES, 4, sampler=sampler)
-    position = LoaderPosition(loader)
+    position = loader_position(loader)
     first = [batch.tolist() for batch in loader]
     assert (sampler.epoch, sampler.generator is None) == (1, False)
     position.restore()

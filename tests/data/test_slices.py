@@ -28,9 +28,9 @@ from torch.utils.data import (
 from flatout.core.random_state import RandomState
 from flatout.data import InMemoryLoader, Prefetcher, cache_in_memory, clone_loader, is_rewindable, seed_samples, tune
 from flatout.data.loaders import (
-    LoaderPosition,
     first_batches,
     known_length,
+    loader_position,
     original_of,
     set_attribute,
     set_epoch,
@@ -481,7 +481,7 @@ def test_batches_in_a_list(kind):
         assert is_rewindable(loader)
         assert known_length(loader) == 3
         assert original_of(loader) is batches
-        LoaderPosition(loader).restore()
+        loader_position(loader).restore()
         prefetcher = Prefetcher(loader, "cpu")
         next(iter(prefetcher))
         state = prefetcher.state_dict()
@@ -590,7 +590,7 @@ def test_the_epoch_reaches_a_sampler_under_slices():
     made = sliced(DataLoader(data, 4, sampler=sampler), RecordedRanks(0, 2, []))
     set_epoch(made, 3)
     assert sampler.epoch == 3
-    position = LoaderPosition(made)
+    position = loader_position(made)
     sampler.epoch = 5
     position.restore()
     assert sampler.epoch == 3

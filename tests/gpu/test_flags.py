@@ -12,9 +12,10 @@ from torch.nn import functional
 import flatout
 from flatout.mfu.peaks import TF32_CAPABILITY
 from flatout.report.model import Row
-from flatout.techniques.cudnn_benchmark import BenchmarkCandidate
-from flatout.techniques.sdpa_backend import KERNELS, AttentionCandidate, _Attention
-from flatout.techniques.tf32 import Tf32Candidate
+from flatout.techniques.candidate import ChangeCandidate
+from flatout.techniques.cudnn_benchmark import benchmark_candidate
+from flatout.techniques.sdpa_backend import KERNELS, _Attention, attention_candidate
+from flatout.techniques.tf32 import tf32_on
 from flatout.training.tolerance import compute_dtype
 from tests.gpu.trace import traced
 from tests.helpers import snapshot
@@ -65,7 +66,7 @@ def test_a_shape_that_ran_before_is_searched_for_once() -> None:
     for _ in range(2):
         step()
     usual = len(traced(step).kernels)
-    switch = BenchmarkCandidate()
+    switch = benchmark_candidate()
     switch.enable()
     first, second = (len(traced(step).kernels) for _ in range(2))
     switch.disable()
@@ -83,7 +84,7 @@ def test_products_are_rounded_while_tf32_is_on() -> None:
     def error() -> float:
         return float(((a @ b).double() - exact).abs().mean() / exact.abs().mean())
 
-    switch = Tf32Candidate()
+    switch = ChangeCandidate("tf32", True, tf32_on)
     errors = [error()]
     switch.enable()
     errors.append(error())
@@ -129,7 +130,7 @@ def test_the_kernel_that_is_asked_first_attends_alike(kernel: str) -> None:
         expected = model(x)
     if kernel not in seen.used | seen.others | {"math"}:
         pytest.skip(f"this GPU's {kernel} kernel does not serve: {sorted(seen.used | seen.others)} do")
-    switch = AttentionCandidate(kernel, "cuda")
+    switch = attention_candidate(kernel, "cuda")
     switch.enable()
     with _Attention() as asked:
         got = model(x)
@@ -140,7 +141,7 @@ def test_the_kernel_that_is_asked_first_attends_alike(kernel: str) -> None:
 
 
 def test_what_the_kernel_cannot_serve_goes_elsewhere() -> None:
-    switch = AttentionCandidate("flash", "cuda")
+    switch = attention_candidate("flash", "cuda")
     switch.enable()
     q = torch.randn(2, 4, 32, 64, device="cuda")  # flash attention supports 16 bits only
     attended = functional.scaled_dot_product_attention(q, q, q)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import flatout
-from flatout.guards import MeanOverSamples
+from flatout.guards import MEAN_OVER_SAMPLES
 from tests.helpers import snapshot
 from tests.jobs import NO_TECHNIQUES, job_of, only
 from tests.reasons import reasons
@@ -32,7 +32,7 @@ def contradiction(compute_loss, model=None, batch=None, **settings):
     job = job_of(model, batches, optimizer, compute_loss=compute_loss, **settings)
     before, random = snapshot(model, optimizer), torch.get_rng_state()
     gradients = [p.grad for p in model.parameters()]
-    seen = MeanOverSamples().contradiction(job)
+    seen = MEAN_OVER_SAMPLES.contradiction(job)
     assert snapshot(model, optimizer) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.autotune import module_tuning
-from flatout.autotune.door import Auto
+from flatout.autotune.auto import Auto
 from flatout.autotune.module_tuning import Options
 from flatout.integrations import framework_tuning
 from flatout.tuning import budget

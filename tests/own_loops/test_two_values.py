@@ -50,7 +50,7 @@ def test_trials_with_the_optimizer_leave_no_trace() -> None:
     model, loader = make()
     optimizer = sgd(model)
     before, kind = trained_state(model), type(optimizer)
-    run = flatout.optimize(model, loader, optimizer, techniques=QUICK | {"fused_optimizer": None}, budget=2)
+    run = flatout.optimize(model, loader, optimizer, techniques=QUICK | {"fused_optimizer": None}, budget=20)
     assert run.report.row("fused_optimizer").trials
     assert trained_state(model) == before
     assert not optimizer.state

@@ -15,7 +15,7 @@ import flatout
 from flatout.core.errors import Unsuitable
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
-from flatout.data.loaders import LoaderPosition
+from flatout.data.loaders import loader_position
 from flatout.data.tuning import Tuned
 from flatout.report.model import Pace, Row
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, StepTechnique
@@ -194,7 +194,7 @@ def decided(*names: str, job: Job, budget: float = 60.0) -> Iterator[Outcome]:
         budget: as for ``optimize``.
     """
     spec, loader = job.spec, job.data.loader
-    state = Snapshot.capture(spec.modules, spec.optimizer, loader, spec.code, also=[LoaderPosition(loader)])
+    state = Snapshot.capture(spec.modules, spec.optimizer, loader, spec.code, also=[loader_position(loader)])
     with state.guarded():
         bench = Bench(job, state, Budget(budget), rewindable=is_rewindable(job.data.loader))
         tuner = Tuner(bench, Choices({}, {}, {}))

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 import flatout
-from flatout.guards import OrderFixed, SamplesFixed, SamplesPortable
+from flatout.guards import ORDER_FIXED, SAMPLES_FIXED, SAMPLES_PORTABLE, differs_in_workers
 from flatout.report.model import Pace
 from tests.jobs import QUICK, Net, job_of
 from tests.reasons import reasons
@@ -79,14 +79,14 @@ HELD = {
 @pytest.mark.parametrize("name", HELD)
 def test_what_processes_cannot_share(name, tmp_path):
     job = job_over(Samples([HELD[name](tmp_path)]))
-    assert "'held'" in SamplesPortable().contradiction(job)
+    assert "'held'" in SAMPLES_PORTABLE.contradiction(job)
 
 
 def test_what_processes_can_share(tmp_path):
     (tmp_path / "data").write_text("a")
     with open(tmp_path / "data") as file:
         held = [file, threading.Lock(), torch.zeros(3), {"a": lambda x: x}]
-        assert SamplesPortable().contradiction(job_over(Samples(held))) == ""
+        assert SAMPLES_PORTABLE.contradiction(job_over(Samples(held))) == ""
 
 
 class Listing(Samples):
@@ -108,7 +108,7 @@ class Logging(Samples):
 
 @pytest.mark.parametrize(("dataset", "name"), [(Counting, "'calls'"), (Listing, "'seen'")])
 def test_a_dataset_that_counts_its_samples(dataset, name):
-    for guard in (SamplesPortable(), SamplesFixed()):
+    for guard in (SAMPLES_PORTABLE, SAMPLES_FIXED):
         counted = dataset()
         before = copy.deepcopy(vars(counted))
         assert name in guard.contradiction(job_over(counted))
@@ -117,7 +117,7 @@ def test_a_dataset_that_counts_its_samples(dataset, name):
 
 def test_a_file_that_samples_write(tmp_path):
     path = tmp_path / "log"
-    for guard in (SamplesPortable(), SamplesFixed()):
+    for guard in (SAMPLES_PORTABLE, SAMPLES_FIXED):
         assert str(path) in guard.contradiction(job_over(Logging(path)))
     assert not path.exists()
 
@@ -131,19 +131,19 @@ def test_the_position_in_a_file_is_put_back(tmp_path):
     (tmp_path / "data").write_text("\n".join(map(str, range(1000))))
     with open(tmp_path / "data") as file:
         file.readline()
-        assert SamplesFixed().contradiction(job_over(Line(file))) != ""
+        assert SAMPLES_FIXED.contradiction(job_over(Line(file))) != ""
         assert file.readline() == "1\n"
 
 
 @pytest.mark.parametrize("dataset", [OfProcess, OnlyHere])
 def test_samples_of_two_workers_are_compared(dataset):
-    assert SamplesPortable.differs(DataLoader(dataset())) != ""
-    assert SamplesPortable.differs(DataLoader(Samples())) == ""
+    assert differs_in_workers(DataLoader(dataset())) != ""
+    assert differs_in_workers(DataLoader(Samples())) == ""
 
 
 def test_samples_that_differ_when_made_again():
-    assert SamplesFixed().contradiction(job_over(OfTime())) != ""
-    assert SamplesFixed().contradiction(job_over(Samples())) == ""
+    assert SAMPLES_FIXED.contradiction(job_over(OfTime())) != ""
+    assert SAMPLES_FIXED.contradiction(job_over(Samples())) == ""
 
 
 class Hardest(Sampler):
@@ -158,8 +158,8 @@ class Hardest(Sampler):
 
 
 def test_an_order_by_the_training():
-    assert OrderFixed().contradiction(job_over(Samples(), sampler=Hardest())) != ""
-    assert OrderFixed().contradiction(job_over(Samples(), shuffle=True)) == ""
+    assert ORDER_FIXED.contradiction(job_over(Samples(), sampler=Hardest())) != ""
+    assert ORDER_FIXED.contradiction(job_over(Samples(), shuffle=True)) == ""
 
 
 FORCED = {

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.core.snapshot import Snapshot
 from flatout.techniques import Candidate
-from flatout.techniques.precision import AutocastCandidate
+from flatout.techniques.precision import autocast_candidate
 from flatout.training.job import Job
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype
 from flatout.tuning.numerics import Observed, compare, nudge, observe
@@ -134,7 +134,7 @@ def test_differences_are_computed_on_the_device_of_the_tensors() -> None:
 
 def test_the_coarser_of_the_two_dtypes_sets_the_tolerance() -> None:
     model = Net()
-    switch = AutocastCandidate(model, "cpu", "bf16")
+    switch = autocast_candidate(model, "cpu", "bf16")
     assert compute_dtype(model) is torch.float32
     switch.enable()
     assert compute_dtype(model) is torch.bfloat16

@@ -23,7 +23,7 @@ from flatout.tuning.combinations import Combinations
 from flatout.tuning.ledger import Decision
 from flatout.tuning.numerics import Observed, observe, updates_have_gradients, verify
 from flatout.tuning.pairs import difference
-from flatout.tuning.trials import screen
+from flatout.tuning.trials import screen, screening_seconds
 from tests.clock import Clock, TimedStep
 from tests.jobs import Net, job_of, make_data, make_job, only
 from tests.tuning.harness import Change, OneCandidate
@@ -143,6 +143,19 @@ def test_large_results_are_not_kept(timed: TimedBench, monkeypatch: pytest.Monke
     (candidate,) = technique.candidates(bench.job)
     verify(bench, candidate, [technique])
     assert timed.count(lambda: verify(bench, candidate, [technique]))[1] == 4
+
+
+@pytest.mark.parametrize(("most_bytes", "screened", "to_observe"), [(10**9, 2, 2), (100, 4, 0)])
+def test_kept_results_of_the_baseline_cost_the_next_candidate_nothing(
+    most_bytes: int, screened: int, to_observe: int, timed: TimedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.tuning.bench.MOST_RESULT_BYTES", most_bytes)
+    bench, technique = timed.bench, Combinable(timed, 1.0)
+    pairs = screening_seconds(bench, 0) - UPDATE * bench.updates_to_observe
+    screen(bench, technique.candidates(bench.job)[0], [technique])
+    assert screening_seconds(bench, 3) == pytest.approx(3 * screened * UPDATE + pairs, rel=0.01)
+    bench.forget()
+    assert screening_seconds(bench, 3) == pytest.approx((3 * screened + to_observe) * UPDATE + pairs, rel=0.01)
 
 
 def test_a_hopeless_candidate_is_left_after_one_update(timed: TimedBench) -> None:

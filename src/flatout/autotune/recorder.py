@@ -32,10 +32,9 @@ from torch.optim import Optimizer
 
 from flatout.core.batches import batch_size_of, cloned, map_tensors, tensors_of, tensors_within
 from flatout.core.errors import parameters_of
-from flatout.core.python_state import parts_of
 from flatout.core.reachable import reachable
 from flatout.core.replaced import replaced
-from flatout.core.saved import nbytes_of
+from flatout.core.saved import nbytes_of, parts_of
 from flatout.core.snapshot import Snapshot
 
 

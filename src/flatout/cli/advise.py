@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     Console().print(advice)
     if advice.diff:
         print(f"\nA diff, to be applied by `patch -p1` or `git apply` in {folder}:\n\n{advice.diff}", end="")
-    write(files, {"json": advice.to_json, "diff": advice.to_diff}, print)
+    write(files, {"json": advice.to_json, "diff": advice.to_diff})
     return ended.status
 
 

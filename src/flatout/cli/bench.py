@@ -71,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(_table(results))
     console.print(formatting.clean(", ".join(f"{key} {value}" for key, value in environment.items())), style="dim")
     text = json.dumps({"environment": environment, "results": results}, indent=1) + "\n"
-    tell = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    write(files, {"json": lambda path: path.write_text(text, encoding="utf-8")}, tell)
+    write(files, {"json": lambda path: path.write_text(text, encoding="utf-8")})
     return 0
 
 

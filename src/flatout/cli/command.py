@@ -98,7 +98,7 @@ def checked(option: str, path: Path) -> Path:
 
 
 def write(
-    files: Mapping[str, Path], writers: Mapping[str, Callable[[Path], object]], tell: Callable[[str], object]
+    files: Mapping[str, Path], writers: Mapping[str, Callable[[Path], object]], tell: Callable[[str], object] = print
 ) -> None:
     """Write each file, and show its path and content.
 
@@ -117,4 +117,9 @@ def write(
             raise CommandError(f"cannot write {path}: {error.strerror}") from error
         except ValueError as error:  # a profile without a profiled step has no trace
             raise CommandError(f"cannot write {path}: {error}") from error
-        tell(f"wrote {clean(str(path))}: {CONTENTS[option]}")
+        tell(wrote(option, path))
+
+
+def wrote(option: str, path: Path) -> str:
+    """Return the line about a written file."""
+    return f"wrote {clean(str(path))}: {CONTENTS[option]}"

@@ -46,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``flatout compare``."""
     files, comparison = files_of(args), _compared(args.a, args.b)
-    console = Console(highlight=False)
-    console.print(comparison)
-    write(files, {"json": comparison.to_json}, lambda line: console.print(line, markup=False, soft_wrap=True))
+    Console(highlight=False).print(comparison)
+    write(files, {"json": comparison.to_json})
     return int(args.fail_below is not None and comparison.is_slower_than(args.fail_below))
 
 

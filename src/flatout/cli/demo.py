@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         "html": lambda path: path.write_text(html.page("flatout demo", page), encoding="utf-8"),
         "json": lambda path: path.write_text(to_json(jobs), encoding="utf-8"),
     }
-    write(files, writers, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+    write(files, writers)
     return 0
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         console.print()
         show(blocks(findings), console)
         writers = {"json": lambda path: path.write_text(f"{record_text}\n", encoding="utf-8")}
-        write(files, writers, lambda line: console.print(line, markup=False, soft_wrap=True))
+        write(files, writers)
     return int(any(finding.verdict == "broken" for finding in findings))
 
 

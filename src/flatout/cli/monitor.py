@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.command import Command, CommandError, checked
+from flatout.cli.command import Command, CommandError, checked, wrote
 from flatout.core.formatting import size_of, visible
 from flatout.monitor import JsonLines, Sample, Sampler
 from flatout.monitor.sampler import Writer
@@ -83,13 +83,16 @@ def _writers(file: str | None, stack: ExitStack) -> list[Writer]:
     """Return the functions that show and write a sample. ``stack`` closes them."""
     if file == "-":
         return [JsonLines(sys.stdout)]
+    path = None if file is None else checked("json", Path(file))
+    if path is not None:
+        stack.push(lambda kind, *_: print(wrote("json", path)) if kind in (None, KeyboardInterrupt) else None)
     console = Console()
     writers: list[Writer] = [lambda sample: console.print(table(sample))]
     if console.is_terminal and not console.is_dumb_terminal:
         live = stack.enter_context(Live(console=console, auto_refresh=False))
         writers = [lambda sample: live.update(table(sample), refresh=True)]
-    if file is not None:
-        writers.append(stack.enter_context(JsonLines(checked("json", Path(file)))))
+    if path is not None:
+        writers.append(stack.enter_context(JsonLines(path)))
     return writers
 
 

@@ -84,19 +84,14 @@ def _show(recording: ProfileRecording, ended: Ended, args: argparse.Namespace, f
             f"(--warmup {args.warmup})"
         )
     profile = recording.profile()
-    console = Console()
-    console.print(profile)
+    Console().print(profile)
     if profile.profiled_steps < args.steps:
         print(
             f"flatout: {recording.timed} of {args.steps} steps were timed and {profile.profiled_steps} profiled, "
             f"because {clean(args.script)} ended after {ended.updates} optimizer updates",
             file=sys.stderr,
         )
-    write(
-        files,
-        {"html": profile.to_html, "trace": profile.to_chrome_trace, "json": profile.to_json},
-        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
-    )
+    write(files, {"html": profile.to_html, "trace": profile.to_chrome_trace, "json": profile.to_json})
 
 
 def _positive(text: str) -> int:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from flatout.core.python_state import has_position
 from flatout.core.reachable import is_users
 from flatout.core.replaced import replaced
+from flatout.core.saved import has_position
 
 _TOOLS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils.data", "triton", "importlib")
 """Packages that write files and start processes of their own, to compile and to load data."""

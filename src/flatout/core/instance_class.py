@@ -11,7 +11,8 @@ import contextlib
 import copyreg
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -110,6 +111,39 @@ def take_class_out(model: nn.Module, cls: type[nn.Module]) -> None:
         if above.__bases__[-1:] == (cls,):
             above.__bases__ = cls.__bases__
             return
+
+
+def class_change(
+    makers: Iterable[tuple[nn.Module, Callable[[Any], type[nn.Module]]]],
+) -> Callable[[], Callable[[], None]]:
+    """Return a function that gives modules other classes, and returns the function that takes these out again.
+
+    The functions do not keep the modules alive. Each class is made once, because compiled code depends on the class.
+
+    Args:
+        makers: each module, with a function of the module's class that returns a subclass for the module.
+    """
+    references = [(weakref.ref(module), make) for module, make in makers]
+    classes: dict[tuple[Any, type[nn.Module]], type[nn.Module]] = {}
+
+    def change() -> Callable[[], None]:
+        made = []
+        for reference, make in references:
+            if (module := reference()) is not None:
+                key = make, type(module)
+                if key not in classes:
+                    classes[key] = make(type(module))
+                module.__class__ = classes[key]
+                made.append((reference, classes[key]))
+        return partial(_revert, made)
+
+    return change
+
+
+def _revert(made: list[tuple[weakref.ref[nn.Module], type[nn.Module]]]) -> None:
+    for reference, cls in reversed(made):
+        if (module := reference()) is not None:
+            take_class_out(module, cls)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,7 @@ import torch
 
 from flatout.core.errors import run_all
 from flatout.core.reachable import reachable
-
-
-@dataclass(frozen=True)
-class _Tracked:
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    state: Any
-
+from flatout.core.saved import Saved
 
 _OF_TORCH = ("torch's ", "a CUDA ", "a torch.")
 """Beginnings of the names of torch's generators."""
@@ -31,7 +22,7 @@ _OF_TORCH = ("torch's ", "a CUDA ", "a torch.")
 class RandomState:
     """States of the global random generators of torch, Python and NumPy, and of generators that an object holds."""
 
-    def __init__(self, tracked: list[_Tracked]) -> None:
+    def __init__(self, tracked: list[Saved]) -> None:
         self._tracked = tracked
 
     @classmethod
@@ -72,7 +63,7 @@ class RandomState:
 
     def reread(self) -> RandomState:
         """Return the current states of the same generators."""
-        return RandomState([_track(each.name, each.read, each.write) for each in self._tracked])
+        return RandomState([_track(each.what, each.read, each.write) for each in self._tracked])
 
     def moved(self, *, of_torch: bool = True) -> str | None:
         """Return the name of the first generator whose state has changed, or None if no state has.
@@ -80,12 +71,12 @@ class RandomState:
         Args:
             of_torch: False to leave out torch's generators.
         """
-        names = (each.name for each in self._tracked if not _same(each.read(), each.state))
-        return next((name for name in names if of_torch or not name.startswith(_OF_TORCH)), None)
+        names = (each.changed() for each in self._tracked if of_torch or not each.what.startswith(_OF_TORCH))
+        return next(filter(None, names), None)
 
     def restore(self) -> None:
         """Restore the state of every generator."""
-        run_all(partial(each.write, each.state) for each in self._tracked)
+        run_all(partial(each.write, each.value) for each in self._tracked)
 
     def advance(self, later: RandomState) -> None:
         """Set each generator that still has the state read here to its state in ``later``.
@@ -94,12 +85,12 @@ class RandomState:
             later: a ``reread`` of this object.
         """
         for here, there in zip(self._tracked, later._tracked, strict=True):
-            if not _same(here.state, there.state) and _same(here.read(), here.state):
-                here.write(there.state)
+            if not _same(here.value, there.value) and not here.changed():
+                here.write(there.value)
 
     def states(self) -> list[tuple[str, Any]]:
         """Return the name and state of every generator, made of tensors, numbers and strings."""
-        return [(each.name, _portable(each.state)) for each in self._tracked]
+        return [(each.what, _portable(each.value)) for each in self._tracked]
 
     def write(self, states: Sequence[tuple[str, Any]]) -> None:
         """Set the generators to ``states``, matched by name. A generator without a state is not changed.
@@ -110,7 +101,7 @@ class RandomState:
         given = self.given(states)
         try:
             for each in given._tracked:
-                each.write(each.state)
+                each.write(each.value)
         except Exception:
             self.restore()
             raise
@@ -119,9 +110,10 @@ class RandomState:
         """Return the generators that have an entry in ``states``, with the states of these entries."""
         left, tracked = list(states), []
         for each in self._tracked:
-            found = next((i for i, (name, _) in enumerate(left) if name == each.name), None)
+            found = next((i for i, (name, _) in enumerate(left) if name == each.what), None)
             if found is not None:
-                tracked.append(replace(each, state=_like(left.pop(found)[1], each.state)))
+                tracked.append(_track(each.what, each.read, each.write))
+                tracked[-1].value = _like(left.pop(found)[1], each.value)
         return RandomState(tracked)
 
     @contextlib.contextmanager
@@ -133,11 +125,11 @@ class RandomState:
             self.restore()
 
 
-def _track(name: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> _Tracked:
-    return _Tracked(name, read, write, read())
+def _track(name: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> Saved:
+    return Saved(read, write, _same, name)
 
 
-def _track_found(generator: Any) -> _Tracked:
+def _track_found(generator: Any) -> Saved:
     name = f"a {type(generator).__module__}.{type(generator).__name__} of the dataset"
     if isinstance(generator, torch.Generator):
         return _track(name, generator.get_state, generator.set_state)

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.core.step_hooks import is_hook_table, users_hooks
+
 _DEPTH = 8  # levels of attributes and elements, where all submodules of a module are one level
 _NODES = 20_000  # objects in all, nearest first: a dataset's annotations may be millions of objects
 _WIDTH = 1024  # elements per container: lists of layers are short, lists of file names are long
@@ -101,8 +103,11 @@ def _looked_into(node: Any) -> list[Any]:
         return list(vars(node).values())
     if isinstance(node, functools.partial):
         return [node.func, *node.args, *node.keywords.values()]
-    if isinstance(node, dict):
-        elements: list[Any] = list(itertools.islice(node.values(), _WIDTH))
+    elements: list[Any]
+    if is_hook_table(node):
+        elements = [hook for _, hook in users_hooks(node)]
+    elif isinstance(node, dict):
+        elements = list(itertools.islice(node.values(), _WIDTH))
     elif isinstance(node, (list, tuple)):
         elements = list(node[:_WIDTH])
     elif isinstance(node, (set, frozenset, collections.deque)):

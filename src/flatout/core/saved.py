@@ -1,10 +1,20 @@
-"""Copies of tensors, modules and containers that training changes in place. Restoring is bit-exact and in place."""
+"""Parts of a snapshot: tensors, gradients, module slots, containers, attributes, arrays and other Python state.
+
+Each part holds a shallow copy of the state of one object, and writes the copy back in place. Restoring is bit-exact.
+"""
 
 from __future__ import annotations
 
+import array
+import collections
+import ctypes
+import io
+import mmap
 import types
-import weakref
-from collections.abc import Iterable, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -12,8 +22,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flatout.core.errors import run_all
-from flatout.core.python_state import Part, parts_of
+from flatout.core.reachable import attributes_of, cell_contents, is_users, module_of, named_by
+from flatout.core.step_hooks import is_hook_table, set_users_hooks, users_hooks
+
+_BUFFERS = (bytearray, array.array, ctypes._SimpleCData.__mro__[1])
+_UNSET = object()
+
+
+class Saved:
+    """Part of a snapshot: a value, with the functions that read and write it.
+
+    Args:
+        read: returns the present value, as an object that later changes leave alone.
+        write: sets the value.
+        is_same: compares two values. ``restore`` then writes only a value that has changed.
+        what: the value in messages, such as "the elements of a list". Empty if a change is no change of Python state.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[..., object],
+        is_same: Callable[[Any, Any], bool] | None = None,
+        what: str = "",
+    ) -> None:
+        self.read, self.write, self.what = read, write, what
+        self._is_same = is_same
+        self.value = read()
+
+    def changed(self) -> str:
+        """Return what differs from the saved state, such as "attribute 'calls' of a Net"; empty if nothing does."""
+        return self.what if self.what and self._has_changed() else ""
+
+    def restore(self) -> None:
+        """Write the saved value back."""
+        if self._has_changed():
+            self.write(self.value)
+
+    def _has_changed(self) -> bool:
+        return self._is_same is None or not self._is_same(self.read(), self.value)
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -57,7 +104,7 @@ class SavedTensor:
         self._on = on
         self._kind = type(tensor)
         self._place = tensor.data  # shares the memory, and keeps its own sizes and strides
-        self._layout = _layout(tensor)
+        self._layout = layout_of(tensor)
         self.bits: Tensor | None = None
         self._version = None if self._layout is None or tensor.is_inference() else tensor._version
         if copied:
@@ -71,7 +118,7 @@ class SavedTensor:
 
     def has_changed(self) -> bool:
         """Return True if ``restore`` would change the tensor, or if the tensor cannot be compared."""
-        if self.bits is None or self._layout is None or _layout(self.tensor) != self._layout:
+        if self.bits is None or self._layout is None or layout_of(self.tensor) != self._layout:
             return True
         return not torch.equal(owned(self.tensor), self.bits)
 
@@ -84,7 +131,7 @@ class SavedTensor:
         if type(self.tensor) is not self._kind:  # a lazy parameter has been initialized
             self.tensor.data = self._place
             self.tensor.__class__ = self._kind
-        elif self._layout is not None and _layout(self.tensor) != self._layout:
+        elif self._layout is not None and layout_of(self.tensor) != self._layout:
             storage, size = self._place.untyped_storage(), self._layout[1]
             if storage.nbytes() < size:  # do not shrink, because newer views may use memory beyond the old size
                 storage.resize_(size)
@@ -106,7 +153,7 @@ class SavedTensor:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
+def layout_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return storage, sizes, strides and dtype of a tensor, or None without a storage (sparse, wrapper, lazy)."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
@@ -118,72 +165,102 @@ def _layout(tensor: Tensor) -> tuple[Any, ...] | None:
     return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
-class SavedGradient:
-    """Gradient of a leaf with its bits, and the leaf's ``requires_grad``."""
+class _SavedNames(Saved):
+    """Named values: attributes of an object or a class, globals, or the content of a cell.
 
-    def __init__(self, tensor: Tensor, on: torch.device | None) -> None:
-        self._tensor = tensor
-        self._requires_grad = tensor.requires_grad
-        self._grad = None if tensor.grad is None else SavedTensor(tensor.grad, on)
+    Args:
+        what: description of a name for messages, such as "attribute {!r} of a Net".
+        read: returns the present values.
+        set_name: sets a name.
+        delete: removes a name.
+    """
 
-    def restore(self) -> None:
-        """Restore the gradient and ``requires_grad``."""
-        if self._grad is not None:
-            self._grad.restore()
-        self._tensor.grad = None if self._grad is None else self._grad.tensor
-        if self._tensor.requires_grad != self._requires_grad:  # an inference tensor rejects even the same value
-            self._tensor.requires_grad = self._requires_grad
+    def __init__(
+        self,
+        what: str,
+        read: Callable[[], Mapping[str, Any]],
+        set_name: Callable[[str, Any], object],
+        delete: Callable[[str], object],
+    ) -> None:
+        super().__init__(lambda: dict(read()), set_name, what=what)
+        self._delete = delete
 
+    def _differing(self) -> Iterator[tuple[str, Any, Any]]:
+        now, saved = self.read(), self.value
+        if len(now) == len(saved) and all(map(is_, now.values(), saved.values())) and now.keys() == saved.keys():
+            return
+        for name in {**saved, **now}:
+            old, new = saved.get(name, _UNSET), now.get(name, _UNSET)
+            if old is not new:
+                yield name, old, new
 
-class ModuleSlots:
-    """Parameter and buffer objects of a module tree, and its train/eval modes. Bits are not copied."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._slots = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-
-    def restore(self) -> None:
-        """Restore the objects and the modes."""
-        for module, training, parameters, buffers in self._slots:
-            module.training = training
-            if not isinstance(module, torch.jit.ScriptModule):  # Python code cannot change its slots
-                pairs: tuple[tuple[Any, Any], ...] = ((module._parameters, parameters), (module._buffers, buffers))
-                for slots, saved in pairs:
-                    slots.clear()
-                    slots.update(saved)
-
-
-class _SavedMapping:
-    def __init__(self, mapping: MutableMapping[Any, Any]) -> None:
-        self._mapping = mapping
-        self._items = list(mapping.items())
+    def changed(self) -> str:
+        for name, old, new in self._differing():
+            # A step that keeps its latest tensor in an attribute is no concern: compiled code keeps it as well.
+            if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+                return self.what.format(name)
+        return ""
 
     def restore(self) -> None:
-        self._mapping.clear()
-        self._mapping.update(self._items)
+        for name, old, _ in list(self._differing()):
+            if old is _UNSET:
+                self._delete(name)
+            else:
+                self.write(name, old)
 
 
-class _SavedSequence:
-    def __init__(self, sequence: MutableSequence[Any]) -> None:
-        self._sequence = sequence
-        self._items = list(sequence)
+def saved_gradient(tensor: Tensor, on: torch.device | None) -> Iterator[Saved | SavedTensor]:
+    """Yield the parts for the gradient of a leaf, and for the leaf's ``requires_grad``."""
+    if tensor.grad is not None:
+        yield SavedTensor(tensor.grad, on)
 
-    def restore(self) -> None:
-        self._sequence.clear()
-        self._sequence.extend(self._items)
+    def write(value: tuple[Tensor | None, bool]) -> None:
+        tensor.grad, requires_grad = value
+        if tensor.requires_grad != requires_grad:  # an inference tensor rejects even the same value
+            tensor.requires_grad = requires_grad
 
-
-class _SavedSet:
-    def __init__(self, members: MutableSet[Any]) -> None:
-        self._members = members
-        self._items = list(members)
-
-    def restore(self) -> None:
-        self._members.clear()
-        for item in self._items:
-            self._members.add(item)
+    yield Saved(lambda: (tensor.grad, tensor.requires_grad), write)
 
 
-_NOT_LOOKED_INTO = (str, bytes, int, float, complex, type, types.FunctionType, types.MethodType, types.ModuleType)
+def saved_slots(module: nn.Module) -> Iterator[Saved]:
+    """Yield the parts for the parameter and buffer objects of a module tree, and for its train/eval modes."""
+    for part in module.modules():
+        yield Saved(partial(getattr, part, "training"), partial(setattr, part, "training"))
+        if not isinstance(part, torch.jit.ScriptModule):  # Python code cannot change its slots
+            yield from (saved_elements(slots, dict) for slots in (part._parameters, part._buffers))
+
+
+def saved_elements(container: Any, kind: Any = None, what: str = "") -> Saved:
+    """Return the part for the elements of a mapping, a sequence or a set.
+
+    Args:
+        container: the container.
+        kind: class whose methods are used. A subclass of a built-in class may override them. None means its own class.
+        what: see ``Saved``.
+    """
+    kind = kind or type(container)
+    if issubclass(kind, MutableMapping):
+        return Saved(lambda: list(kind.items(container)), partial(_fill, kind, container), _has_same_items, what)
+    return Saved(lambda: list(kind.__iter__(container)), partial(_fill, kind, container), _has_same_elements, what)
+
+
+def _fill(kind: Any, container: Any, elements: list[Any]) -> None:
+    kind.clear(container)
+    if issubclass(kind, MutableMapping):
+        kind.update(container, elements)
+    elif issubclass(kind, MutableSequence):
+        kind.extend(container, elements)
+    else:
+        for element in elements:
+            kind.add(container, element)
+
+
+def _has_same_elements(now: list[Any], saved: list[Any]) -> bool:
+    return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _has_same_items(now: list[Any], saved: list[Any]) -> bool:
+    return len(now) == len(saved) and all(map(is_, chain.from_iterable(now), chain.from_iterable(saved)))
 
 
 def is_stateful(value: Any) -> bool:
@@ -196,141 +273,162 @@ def is_stateful(value: Any) -> bool:
     return has_state and hasattr(value, "__dict__") and not any(hasattr(kind, m) for m in ("__iter__", "__getitem__"))
 
 
-class Saved:
-    """Collection of saved objects. An object that is added twice is saved once.
+def has_position(file: Any) -> bool:
+    """Return True if a file is closed, or has a position that can be restored. Compressed files and sockets do not."""
+    inner = file
+    try:
+        while (below := getattr(inner, "buffer", None) or getattr(inner, "raw", None)) is not None:
+            inner = below
+        is_known = type(inner) in (io.FileIO, io.BytesIO, io.StringIO, mmap.mmap)
+        return file.closed or (is_known and file.tell() >= 0)
+    except (OSError, ValueError):  # of a pipe, or of a text file that is being iterated
+        return False
+
+
+def _saved_array(held: np.ndarray) -> Saved:
+    def is_same(now: np.ndarray, saved: np.ndarray) -> bool:
+        return now.shape == saved.shape and now.tobytes() == saved.tobytes()
+
+    return Saved(lambda: held.copy(), partial(held.__setitem__, ...), is_same, _elements_of(held))
+
+
+def _saved_buffer(held: Any) -> Saved:
+    """Return the part for the elements of a bytearray, an ``array.array`` or a ctypes object."""
+
+    def write(elements: bytes) -> None:
+        if isinstance(held, bytearray):
+            held[:] = elements
+        elif isinstance(held, array.array):
+            del held[:]
+            held.frombytes(elements)
+        else:
+            memoryview(held).cast("B")[:] = elements
+
+    return Saved(lambda: bytes(memoryview(held).cast("B")), write, bytes.__eq__, _elements_of(held))
+
+
+def _saved_position(file: Any) -> Saved:
+    """Return the part for the position in an open file or a memory map, which reading moves."""
+
+    def read() -> int | None:
+        try:
+            return None if file.closed else file.tell()
+        except OSError:  # of a text file that is being iterated
+            return -1
+
+    def write(position: int) -> None:
+        if not file.closed:
+            file.seek(position)
+
+    return Saved(read, write, lambda now, saved: now in (None, saved), f"the position of a {type(file).__name__}")
+
+
+_CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)
+
+
+def parts_of(node: Any, most_bytes: int) -> Iterator[Saved]:
+    """Yield the parts of an object's own state, without the state of the objects that it refers to.
 
     Args:
-        on: the device for copies of tensors. None means the device of each tensor.
+        node: the object.
+        most_bytes: size of an array above which its elements are not copied, because larger arrays are data.
     """
+    kind = type(node)
+    if isinstance(node, np.ndarray):
+        if node.nbytes <= most_bytes and node.flags.writeable:
+            yield _saved_array(node)
+    elif isinstance(node, (io.IOBase, mmap.mmap)):
+        if has_position(node) and not node.closed:
+            yield _saved_position(node)
+    elif isinstance(node, _BUFFERS):
+        if memoryview(node).nbytes <= most_bytes:  # type: ignore[arg-type]
+            yield _saved_buffer(node)
+    elif isinstance(node, types.FunctionType):
+        yield from _parts_of_function(node)
+    elif isinstance(node, type):
+        set_of_class, delete_of_class = _setter(node), _deleter(node)
+        yield _SavedNames(
+            f"attribute {{!r}} of the class {node.__name__}", lambda: _data_of(node), set_of_class, delete_of_class
+        )
+    elif isinstance(node, (torch.Tensor, torch.jit.ScriptModule, types.MethodType)):
+        return
+    else:
+        container = next((each for each in _CONTAINERS if isinstance(node, each)), None)
+        if is_hook_table(node):
+            yield Saved(partial(users_hooks, node), partial(set_users_hooks, node), _has_same_items, _elements_of(node))
+        elif container is not None:
+            yield saved_elements(node, container, _elements_of(node))
+        if isinstance(getattr(node, "__dict__", None), dict) or any("__slots__" in vars(each) for each in kind.__mro__):
+            yield _SavedNames(
+                f"attribute {{!r}} of a {kind.__name__}", lambda: _attributes(node), _setter(node), _deleter(node)
+            )
+        if isinstance(node, nn.modules.lazy.LazyModuleMixin):
+            write = partial(setattr, node, "__class__")  # which the first forward changes
+            yield Saved(lambda: type(node), write, is_, f"the class of a {kind.__name__}")
+        if isinstance(node, nn.Module):
+            for slots in (node._parameters, node._buffers, node._modules):
+                yield saved_elements(slots, dict, _elements_of(slots))
 
-    def __init__(self, on: torch.device | None = None) -> None:
-        self._on = on
-        self._parts: list[Any] = []
-        self._seen: dict[int, Any] = {}  # by id. The reference prevents reuse of the id
-        self._copied: set[Any] = set()  # storages
-        self._uncopied: dict[int, list[SavedTensor]] = {}  # by storage
 
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._seen
+def _elements_of(container: Any) -> str:
+    return f"the elements of a {type(container).__name__}"
 
-    def module(self, module: nn.Module) -> None:
-        """Add a module's parameters, buffers, gradients and modes, and the identity of its parameters and buffers."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            self.tensor(tensor)
-        self.slots(module)
 
-    def slots(self, module: nn.Module) -> None:
-        """Add the modes of a module and the identity of its parameters and buffers, but not their bits."""
-        for part in module.modules():
-            self._is_new(part)
-        self._parts.append(ModuleSlots(module))
+def _attributes(node: Any) -> Mapping[str, Any]:
+    return attributes_of(node) if any("__slots__" in vars(kind) for kind in type(node).__mro__) else vars(node)
 
-    def tensor(self, tensor: Tensor, *, copied: bool = True, compared: bool = False) -> None:
-        """Add a tensor and its gradient.
 
-        Args:
-            tensor: any tensor.
-            copied: False to let ``before_write`` copy the bits later.
-            compared: True to restore the bits only if they have changed. A write would change the version counter.
-        """
-        if not self._is_new(tensor):
-            return
-        layout = _layout(tensor)
-        storage: Any = None if layout is None else layout[0]
-        copied = copied or storage is None or storage in self._copied  # a copied tensor shares this memory
-        saved = SavedTensor(tensor, self._on, copied=copied, compared=compared)
-        self._parts.append(saved)
-        if copied:
-            self._copied.add(storage)
+def _data_of(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class, without what Python and ``abc`` keep there."""
+    return {name: value for name, value in vars(cls).items() if not name.startswith(("__", "_abc_"))}
+
+
+def _setter(owner: Any) -> Callable[[str, Any], None]:
+    if isinstance(owner, type):
+        return lambda name, value: type.__setattr__(owner, name, value)
+
+    def write(name: str, value: Any) -> None:
+        attributes = getattr(owner, "__dict__", None)
+        if isinstance(attributes, dict) and not isinstance(vars(type(owner)).get(name), types.MemberDescriptorType):
+            attributes[name] = value  # without a `__setattr__` of the user's own
         else:
-            self._uncopied.setdefault(storage, []).append(saved)
-        if tensor.is_leaf:
-            self._parts.append(SavedGradient(tensor, self._on))
+            object.__setattr__(owner, name, value)
 
-    def gradient(self, tensor: Tensor) -> None:
-        """Add the gradient of a leaf, but not the leaf's bits."""
-        if self._is_new(tensor):
-            self._parts.append(SavedGradient(tensor, self._on))
+    return write
 
-    def restore_versions(self) -> None:
-        """Set the version counters of all tensors back. Call this after ``restore``."""
-        for part in self._parts:
-            if isinstance(part, SavedTensor):
-                part.restore_version()
 
-    @property
-    def has_uncopied(self) -> bool:
-        """True while there are tensors whose bits are not copied."""
-        return bool(self._uncopied)
+def _deleter(owner: Any) -> Callable[[str], None]:
+    if isinstance(owner, type):
+        return lambda name: type.__delattr__(owner, name)
 
-    def before_write(self, tensor: Tensor) -> None:
-        """Copy the bits of all added tensors that share memory with ``tensor``, before a write to it."""
-        layout = _layout(tensor)
-        for saved in self._uncopied.pop(layout[0], ()) if layout is not None else ():
-            saved.copy_bits()
+    def delete(name: str) -> None:
+        attributes = getattr(owner, "__dict__", {})
+        if name in attributes:
+            del attributes[name]
+        else:
+            object.__delattr__(owner, name)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add parameters, state and every attribute, including an optimizer that this one wraps."""
-        self._is_new(optimizer)
-        self.value(optimizer.state, with_objects=True)
-        self.value(vars(optimizer))
+    return delete
 
-    def value(self, value: Any, *, with_objects: bool = False, copied: bool = True) -> None:
-        """Add a tensor, an array, a module, an optimizer, an object with a ``state_dict``, or a container of these.
 
-        Args:
-            value: any object. Objects of other types are ignored.
-            with_objects: True to add the attributes of objects of other types, too.
-            copied: see ``tensor``.
-        """
-        if type(value) in weakref.ProxyTypes:  # a dead proxy raises at any access
-            return
-        if isinstance(value, Tensor):
-            self.tensor(value, copied=copied)
-        elif isinstance(value, nn.Module):
-            if value not in self:
-                self.module(value)
-        elif isinstance(value, tuple):
-            self._values(value, with_objects, copied)
-        elif isinstance(value, _NOT_LOOKED_INTO) or not self._is_new(value):
-            return
-        elif isinstance(value, MutableMapping):
-            self._parts.append(_SavedMapping(value))
-            self._values(value.values(), with_objects, copied)
-        elif isinstance(value, MutableSequence):
-            self._parts.append(_SavedSequence(value))
-            self._values(value, with_objects, copied)
-        elif isinstance(value, MutableSet):
-            self._parts.append(_SavedSet(value))
-        elif isinstance(value, np.ndarray):
-            self._parts += parts_of(value, value.nbytes)
-        elif isinstance(value, torch.optim.Optimizer):
-            self.optimizer(value)
-        elif is_stateful(value) or (with_objects and hasattr(value, "__dict__")):
-            self.value(vars(value), with_objects=with_objects, copied=copied)
-
-    def python(self, node: Any, most_bytes: int) -> None:
-        """Add an object's own Python state, but not the state of objects that it refers to."""
-        self._parts += parts_of(node, most_bytes)
-
-    def _values(self, values: Iterable[Any], with_objects: bool, copied: bool) -> None:
-        for value in values:
-            self.value(value, with_objects=with_objects, copied=copied)
-
-    def _is_new(self, value: Any) -> bool:
-        if value in self:
-            return False
-        self._seen[id(value)] = value
-        return True
-
-    def changed(self) -> str:
-        """Return the first change of Python state, such as "attribute 'calls' of a Net"; empty without a change."""
-        return next(filter(None, (part.changed() for part in self._parts if isinstance(part, Part))), "")
-
-    def restore(self) -> None:
-        """Restore all objects, even after a failure.
-
-        Raises:
-            BaseException: the first failure, with later ones as its notes. All other objects are restored.
-        """
-        run_all(part.restore for part in self._parts)
+def _parts_of_function(function: types.FunctionType) -> Iterator[Saved]:
+    """Yield a function's closure, attributes, and the globals that its code may bind to other objects."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        yield _SavedNames(
+            f"variable {{!r}} of the closure of {function.__name__}",
+            lambda name=name, cell=cell: {name: cell_contents(cell)},  # type: ignore[misc]
+            lambda _, value, cell=cell: setattr(cell, "cell_contents", value),  # type: ignore[misc]
+            lambda _: None,
+        )
+    if vars(function):
+        yield saved_elements(vars(function), dict, "the elements of a dict")
+    if not is_users(module_of(function)):
+        return
+    for bindings, owner in named_by(function):
+        names = tuple(bindings)
+        yield _SavedNames(
+            "global {!r}",
+            lambda owner=owner, names=names: {name: owner[name] for name in names if name in owner},  # type: ignore[misc]
+            owner.__setitem__,
+            owner.__delitem__,
+        )

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -55,6 +56,28 @@ def without_users_hooks(optimizer: torch.optim.Optimizer | None) -> Iterator[Non
         for hooks, earlier in zip(own, kept, strict=True):
             hooks.clear()
             hooks.update(earlier)
+
+
+def is_hook_table(value: Any) -> bool:
+    """Return True for torch's tables of the step hooks of all optimizers."""
+    return type(value) is OrderedDict and any(value is getattr(OPTIMIZERS, name) for name in _OF_ALL_OPTIMIZERS)
+
+
+def users_hooks(table: dict[int, Any]) -> list[tuple[int, Any]]:
+    """Return the ids and hooks in a table of step hooks, without those of flatout."""
+    return [(key, hook) for key, hook in table.items() if not _is_own(hook)]
+
+
+def set_users_hooks(table: dict[int, Any], hooks: list[tuple[int, Any]]) -> None:
+    """Replace the hooks that ``users_hooks`` returns. Hooks of flatout stay, in the order of registration."""
+    own = [(key, hook) for key, hook in table.items() if _is_own(hook)]
+    table.clear()
+    table.update(sorted(hooks + own, key=itemgetter(0)))
+
+
+def _is_own(hook: Any) -> bool:
+    namespace = getattr(getattr(hook, "__func__", hook), "__globals__", {})
+    return str(namespace.get("__name__", "")).startswith("flatout.")
 
 
 def has_users_pre_hooks() -> bool:

@@ -33,6 +33,7 @@ from flatout.core.contents import Contents
 from flatout.core.effects import Unrepeatable, why_not_repeated
 from flatout.core.random_state import RandomState
 from flatout.core.reachable import reachable
+from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
 from flatout.data.forwarding import Forwarding
 from flatout.data.loader_class import base_of, is_plain, share_iterators, why_not_plain, with_base
@@ -159,23 +160,31 @@ def length_of(loader: Iterable[Any]) -> int:
     return UNKNOWN_LENGTH if length is None else length
 
 
-class LoaderPosition:
-    """Snapshot of the positions and counters of a rewindable loader, of the loaders inside it, and of its samplers."""
+_INNER = ("loader", "_source", "_made", "_sampler_epoch")
+"""Attributes of flatout's loaders that hold the objects with the rest of the position."""
 
-    def __init__(self, loader: Any) -> None:
-        parts: list[Any] = []
-        while type(loader).__module__.startswith("flatout.data.") and is_rewindable(loader):
-            parts += [loader, vars(loader).get("_source")]
-            loader = loader.loader
-        if is_rewindable(loader):
-            parts += parts_of(base_of(loader))  # a sampler may count its epochs
-        self._saved = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
 
-    def restore(self) -> None:
-        """Restore every attribute."""
-        for attributes, saved in self._saved:
+def loader_position(*loaders: Any) -> Saved:
+    """Return the part for positions and counters of loaders, of the loaders inside them, and of rewindable samplers."""
+    parts: list[Any] = []
+    left = [*loaders]
+    while left:
+        inner = left.pop()
+        if any(inner is part for part in parts):
+            continue
+        if type(inner).__module__.startswith(("flatout.data.", "flatout.training.loader")):
+            parts.append(inner)
+            left += [getattr(inner, "__dict__", {}).get(name) for name in _INNER]
+        elif is_rewindable(inner):
+            parts += parts_of(base_of(inner))  # a sampler may count its epochs
+    held = [vars(part) for part in parts if hasattr(part, "__dict__")]
+
+    def write(saved: list[dict[str, Any]]) -> None:
+        for attributes, values in zip(held, saved, strict=True):
             attributes.clear()
-            attributes.update(saved)
+            attributes.update(values)
+
+    return Saved(lambda: list(map(dict, held)), write)
 
 
 def original_of(loader: Any) -> Any:

@@ -16,7 +16,7 @@ from flatout.core.described import Described
 from flatout.core.machine import available_memory, free_shared_memory, own_cores
 from flatout.core.random_state import RandomState
 from flatout.data.loader_class import is_plain
-from flatout.data.loaders import LoaderPosition, is_rewindable, length_of
+from flatout.data.loaders import is_rewindable, length_of, loader_position
 from flatout.data.rate_trials import LOOK, PREFETCH, STROLL, Trials, Try
 from flatout.data.seeding import with_workers
 
@@ -133,7 +133,7 @@ def tune(loader: DataLoader, step_time: float, *, budget: float = SECONDS, is_wa
         raise ValueError("loader must not have a worker_init_fn: what it loads may depend on its workers")
     if length_of(loader) == 0:
         raise ValueError("loader must have a batch, got an empty one")
-    position = LoaderPosition(loader)
+    position = loader_position(loader)
     try:
         with RandomState.capture(loader).restored(), warnings.catch_warnings():
             # torch warns of more workers than cores, but trials find out how many workers are too many.

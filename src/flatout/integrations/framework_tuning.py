@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from flatout.autotune.door import Auto, auto
+from flatout.autotune.auto import Auto, auto
 from flatout.autotune.script_report import ScriptReport
 from flatout.core.standard_error import say
 from flatout.plan import Plan

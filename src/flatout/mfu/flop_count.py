@@ -27,7 +27,7 @@ from flatout.core.batches import batch_size_of, objects_of, tensors_of, tensors_
 from flatout.core.described import Described
 from flatout.core.random_state import RandomState
 from flatout.core.replaced import replaced
-from flatout.core.saved import ModuleSlots, SavedTensor
+from flatout.core.saved import SavedTensor, saved_slots
 from flatout.mfu.cost import Cost, causal_pairs, cost_of, has_formula, higher_order_cost, is_abstract, is_cheap
 from flatout.native._host import signature
 
@@ -575,13 +575,14 @@ def _leaves(results: list[Tensor]) -> list[Tensor]:
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Restore the module's gradients, buffers and modes after the block."""
-    slots = ModuleSlots(module)
+    slots = list(saved_slots(module))
     buffers = [SavedTensor(b) for b in module.buffers() if _is_comparable(b)]
     try:
         with _gradients_aside(list(module.parameters())):
             yield
     finally:
-        slots.restore()
+        for part in slots:
+            part.restore()
         for saved in buffers:
             # Version counters do not show the writes of batch norm. An unnecessary write breaks graphs that hold the
             # buffer.

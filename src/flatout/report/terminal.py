@@ -1,23 +1,29 @@
 """Text of blocks in a terminal, by rich.
 
-``import flatout`` does not import this module, because rich takes a quarter of that time.
+``import flatout`` does not import this module, because rich takes a quarter of that time. Modules of a training import
+rich after this module, and in functions.
 """
 
 from __future__ import annotations
 
 import io
+import random
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table as Grid
-from rich.text import Text
+_state = random.getstate()
+from rich.console import Console, ConsoleOptions, Group, RenderableType  # noqa: E402
 
-from flatout.core import formatting
-from flatout.report.document import Block, Cell, Chart, Note, Part, Table
+random.setstate(_state)  # rich's default styles draw from the script's generator
+
+from rich.padding import Padding  # noqa: E402
+from rich.table import Table as Grid  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+from flatout.core import formatting  # noqa: E402
+from flatout.report.document import Block, Cell, Chart, Note, Part, Table  # noqa: E402
 
 STYLES = {
     "": "", "strong": "bold", "quiet": "dim", "code": "dim", "place": "cyan", "title": "bold cyan", "lead": "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,37 +10,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatout.core.instance_class import instance_class, take_class_out
+from flatout.core.instance_class import class_change, instance_class
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class CheckpointCandidate(Candidate):
-    """Candidate that lets a model's blocks keep only their inputs and repeat the forward in the backward."""
-
-    label = "blocks"
-    value = True
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = [weakref.ref(block) for block in blocks]
-        self._classes: list[tuple[weakref.ref[nn.Module], type[nn.Module]]] = []
-
-    def _turn_on(self) -> None:
-        for reference in self._blocks:
-            block = reference()
-            if block is not None:
-                block.__class__ = cls = _checkpointed_class(type(block))
-                self._classes.append((reference, cls))
-
-    def _turn_off(self) -> None:
-        while self._classes:
-            reference, cls = self._classes.pop()
-            block = reference()
-            if block is not None:
-                take_class_out(block, cls)
+def checkpoint_candidate(blocks: Sequence[nn.Module]) -> Candidate:
+    """Return the candidate that lets a model's blocks keep only their inputs and repeat the forward in the backward."""
+    return ChangeCandidate("blocks", True, class_change((block, _checkpointed_class) for block in blocks))
 
 
 def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -94,7 +73,7 @@ class ActivationCheckpointing(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the candidate for all repeated blocks."""
-        return [CheckpointCandidate(_repeated_blocks(job.spec.model))]
+        return [checkpoint_candidate(_repeated_blocks(job.spec.model))]
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:

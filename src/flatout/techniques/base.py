@@ -1,11 +1,11 @@
 """Protocol of a technique: its conditions, its candidates, and their effects.
 
-A technique is one file, one class and one line in ``techniques/__init__.py``. It defines ``name``, ``title``,
-``rationale``, ``check`` and ``candidates``. The first sentence of its docstring is its row of the checklist. The
-docstring contains "When it helps:" and "When it hurts:". The tuner asks ``check`` if the technique applies, times each
-candidate against the present state, keeps the best and reverts the others. ``check`` and ``check_value`` of a forced
-technique also run before there are batches, while ``job.data.batches`` is empty. If ``check`` refuses because the user
-already made the change, ``is_so`` returns True, so that forcing the technique is no error.
+A technique defines ``name``, ``title``, ``rationale``, ``check`` and ``candidates``. The first sentence of its
+docstring is its row of the checklist. The docstring contains "When it helps:" and "When it hurts:". The tuner asks
+``check`` if the technique applies, times each candidate against the present state, keeps the best and reverts the
+others. ``check`` and ``check_value`` of a forced technique also run before there are batches, while
+``job.data.batches`` is empty. If ``check`` refuses because the user already made the change, ``is_so`` returns True, so
+that forcing the technique is no error.
 
 There are three patterns for a candidate:
 
@@ -13,7 +13,7 @@ There are three patterns for a candidate:
 - a class for one module: ``activation_checkpointing.py``, with ``core/instance_class.py``;
 - a call that replaces a module's call or the loss: ``compile.py``, with ``calls.py``.
 
-Each reason in a row has a code in ``tests/reasons.py``.
+``docs/guides/adding_a_technique.md`` has the steps to add a technique.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from flatout.data.loaders import (
 )
 from flatout.data.seeding import is_seeded
 from flatout.distributed.process_group import group_size
-from flatout.guards import Guard, MeanOverSamples
+from flatout.guards import MEAN_OVER_SAMPLES, Guard
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
 from flatout.training.autocast import autocast_dtype
@@ -124,7 +124,7 @@ class BatchSize(StepTechnique):
     expected = "up to 2.2×"
     rationale = "so many samples at once are the fastest that memory holds"
     effect = "reseeded"
-    assumes = (MeanOverSamples(),)
+    assumes = (MEAN_OVER_SAMPLES,)
     values = "{'micro_batch': SAMPLES} (optimize(batch_size=...) changes the samples of an update)"
 
     def assumed(self, job: Job, value: Any = None) -> Sequence[Guard]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from flatout.core.toggle import Toggle
@@ -41,6 +41,29 @@ class Candidate(Toggle):
 
     def on_tuning_end(self) -> None:
         """Free memory that only trials require. The tuner calls this after all trials."""
+
+
+class ChangeCandidate(Candidate):
+    """Candidate of a function that makes a change, such as of a process-wide flag or of a module's class.
+
+    Args:
+        label: name in the report.
+        value: see ``Candidate``.
+        change: makes the change, and returns the function that reverts it. Neither must keep the model alive.
+    """
+
+    def __init__(self, label: str, value: Any, change: Callable[[], Callable[[], object]]) -> None:
+        self.label, self.value = label, value
+        self._change = change
+        self._revert: Callable[[], object] | None = None
+
+    def _turn_on(self) -> None:
+        self._revert = self._change()
+
+    def _turn_off(self) -> None:
+        revert, self._revert = self._revert, None
+        assert revert is not None
+        revert()
 
 
 class PairCandidate(Candidate):

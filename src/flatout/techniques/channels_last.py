@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import conv_transpose2d
 from torch.utils import _pytree as pytree
 
-from flatout.core.instance_class import instance_class, take_class_out
+from flatout.core.instance_class import class_change, instance_class
 from flatout.techniques.base import Effect, NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -80,38 +79,14 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, function, value)
 
 
-class ChannelsLastCandidate(Candidate):
-    """Candidate that gives convolutions a class that converts their inputs to channels_last.
+def channels_last_candidate(model: nn.Module, convolutions: Sequence[nn.Module]) -> Candidate:
+    """Return the candidate that gives convolutions a class that converts their inputs to channels_last.
 
     Weights, gradients and moments keep their strides, because scripts flatten them with ``view``. The first convolution
     converts its input, and the others receive channels_last from it.
     """
-
-    label = "activations"
-    value = True
-
-    def __init__(self, model: nn.Module, convolutions: Sequence[nn.Module]) -> None:
-        self._makers = [(weakref.ref(module), _convolution_class) for module in convolutions]
-        self._makers.append((weakref.ref(model), _model_class))
-        self._made: list[tuple[weakref.ref[nn.Module], type[nn.Module]]] = []
-        self._classes: dict[Any, type[nn.Module]] = {}  # compiled code depends on the class
-
-    def _turn_on(self) -> None:
-        for reference, make in self._makers:
-            module = reference()
-            if module is not None:
-                key = make, type(module)
-                if key not in self._classes:
-                    self._classes[key] = make(type(module))
-                module.__class__ = self._classes[key]
-                self._made.append((reference, self._classes[key]))
-
-    def _turn_off(self) -> None:
-        for reference, cls in reversed(self._made):
-            module = reference()
-            if module is not None:
-                take_class_out(module, cls)
-        self._made = []
+    makers = [*((module, _convolution_class) for module in convolutions), (model, _model_class)]
+    return ChangeCandidate("activations", True, class_change(makers))
 
 
 class ChannelsLast(StepTechnique):
@@ -148,7 +123,7 @@ class ChannelsLast(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""
-        return [ChannelsLastCandidate(job.spec.model, self._convolutions(job))]
+        return [channels_last_candidate(job.spec.model, self._convolutions(job))]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if there are convolutions and all of their weights are already in channels_last."""

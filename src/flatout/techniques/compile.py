@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatout.core.breaks import Breaks
 from flatout.core.torch_state import COLD_COMPILE_SECONDS, compiled_frames, count_as_own
-from flatout.guards import FirstOrder, HostRandom, PythonState
+from flatout.guards import FIRST_ORDER, HOST_RANDOM, PYTHON_STATE
 from flatout.mfu.counted_calls import is_wrapped
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.calls import (
@@ -180,10 +180,10 @@ class CompiledCall(RoutedCall):
     def _differentiate_again(self) -> None:
         """Use the plain call from now on, because a gradient was differentiated again."""
         assert self._breaks is not None
-        self.failure = FirstOrder.reason("a backward with create_graph=True has begun")
+        self.failure = FIRST_ORDER.reason("a backward with create_graph=True has begun")
         self._end()
         if not self.learning:
-            FirstOrder.broken(self._breaks, Compile.name, "a backward with create_graph=True has begun")
+            FIRST_ORDER.broken(self._breaks, Compile.name, "a backward with create_graph=True has begun")
 
     def _give_up(self, reason: str) -> None:
         self._end()
@@ -374,7 +374,7 @@ class Compile(StepTechnique):
     rationale = "PyTorch has made a few large kernels of the model's many operators, which move less memory"
     expected = "30 % to 2×"
     effect = "reseeded"
-    assumes = (HostRandom(), PythonState(), FirstOrder())
+    assumes = (HOST_RANDOM, PYTHON_STATE, FIRST_ORDER)
     values = f"True, {', '.join(map(repr, MODES))}"
     optimistic_gain = 1.5
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.core.machine import own_cores
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -21,32 +23,20 @@ _GRAIN = 32768
 
 
 @process_flag
-class Threads:
-    """Present number of threads."""
-
-    def __init__(self) -> None:
-        self._threads = torch.get_num_threads()
-
-    def restore(self) -> None:
-        """Restore the number of threads."""
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+def threads() -> Saved:
+    """Return the part for the number of threads."""
+    return Saved(torch.get_num_threads, torch.set_num_threads, int.__eq__)
 
 
-class ThreadsCandidate(Candidate):
-    """Candidate that sets torch's process-wide number of intra-op threads, and restores the earlier number."""
+def threads_candidate(number: int) -> Candidate:
+    """Return the candidate that sets torch's process-wide number of intra-op threads."""
 
-    def __init__(self, threads: int) -> None:
-        self.value = threads
-        self.label = f"{threads} thread{'' if threads == 1 else 's'}"
-        self._before = threads
+    def change() -> Callable[[], None]:
+        before = torch.get_num_threads()
+        _set_threads(number)
+        return partial(_set_threads, before)
 
-    def _turn_on(self) -> None:
-        self._before = torch.get_num_threads()
-        _set_threads(self.value)
-
-    def _turn_off(self) -> None:
-        _set_threads(self._before)
+    return ChangeCandidate(f"{number} thread{'' if number == 1 else 's'}", number, change)
 
 
 def _set_threads(threads: int) -> None:
@@ -85,7 +75,7 @@ class CpuThreads(StepTechnique):
         numbers = self._numbers(job)
         if not numbers:
             raise NotApplicable("there is only one core, and torch already uses one thread")
-        return [ThreadsCandidate(number) for number in numbers]
+        return [threads_candidate(number) for number in numbers]
 
     def accepts(self, value: Any) -> bool:
         """Accept a number of threads >= 1."""
@@ -100,7 +90,7 @@ class CpuThreads(StepTechnique):
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate for a number of threads."""
-        return ThreadsCandidate(value)
+        return threads_candidate(value)
 
     @staticmethod
     def _numbers(job: Job) -> list[int]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.core import dtensor
 from flatout.core.step_hooks import is_patched
-from flatout.guards import HostRandom, PythonState
+from flatout.guards import HOST_RANDOM, PYTHON_STATE
 from flatout.optim import why_not_fusable
 from flatout.optim.native_step import NativeStep
 from flatout.techniques.base import NotApplicable, StepTechnique
@@ -94,7 +94,7 @@ class CudaGraph(StepTechnique):
     rationale = "a step is one launch, where launching its kernels one by one took the time"
     expected = "1.2 to 3×"
     effect = "reseeded"
-    assumes = (HostRandom(), PythonState())
+    assumes = (HOST_RANDOM, PYTHON_STATE)
     requires = "fused_optimizer"
     optimistic_gain = 3.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch.backends import cudnn
 from torch.nn.modules.conv import _ConvNd
 
 from flatout.core.batches import tensors_within
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.native._host import signature
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -27,24 +28,27 @@ WITHIN = 100
 
 
 @process_flag
-class CudnnFlags:
-    """Present choice of cuDNN's algorithms."""
+def cudnn_flags() -> Saved:
+    """Return the part for the choice of cuDNN's algorithms."""
 
-    def __init__(self) -> None:
-        self._flags = cudnn.benchmark, cudnn.deterministic
+    def write(flags: tuple[bool, bool]) -> None:
+        cudnn.benchmark, cudnn.deterministic = flags
 
-    def restore(self) -> None:
-        """Restore both flags."""
-        cudnn.benchmark, cudnn.deterministic = self._flags
+    return Saved(lambda: (cudnn.benchmark, cudnn.deterministic), write)
 
 
 class ShapeWatch:
     """Detector of batches that keep arriving in new shapes.
 
     A known shape costs nothing, because its algorithm is stored. One check takes two microseconds per batch.
+
+    Attributes:
+        is_on: True while batches are checked.
+        has_varied: True after ``on_batch`` has found that shapes vary.
     """
 
     def __init__(self) -> None:
+        self.is_on = self.has_varied = False
         self._known: set[bytes] = set()
         self._batches = 0
         self._news: deque[int] = deque(maxlen=MOST_NEW)
@@ -60,9 +64,21 @@ class ShapeWatch:
         self._news.append(self._batches)
         return len(self._news) == MOST_NEW and self._batches - self._news[0] < WITHIN
 
+    def on_batch(self, batch: Any) -> None:
+        """Turn cuDNN's search off, with a warning, once shapes vary."""
+        if self.is_on and not self.has_varied and self.varies(batch):
+            self.has_varied = True
+            cudnn.benchmark = False
+            warnings.warn(
+                f"batches came in {MOST_NEW} new shapes within {WITHIN} steps, and cuDNN searches for the fastest "
+                "convolution algorithms for each of them: torch.backends.cudnn.benchmark is off from here on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
-class BenchmarkCandidate(Candidate):
-    """Candidate that turns on ``torch.backends.cudnn.benchmark``, with deterministic algorithms, until shapes vary.
+
+def benchmark_candidate() -> Candidate:
+    """Return the candidate that turns on ``torch.backends.cudnn.benchmark``, until shapes vary.
 
     torch stores the algorithm of a convolution's first run and then ignores the flag. ``deterministic`` is part of the
     storage key, and ``benchmark`` is not (pytorch #45372). So ``benchmark`` alone would find every shape already stored
@@ -71,32 +87,22 @@ class BenchmarkCandidate(Candidate):
 
     After the search is turned off, its results stay in use while the candidate is on.
     """
+    watch = ShapeWatch()
 
-    label = "on"
-    value = True
+    def change() -> Callable[[], None]:
+        before = cudnn_flags()
+        cudnn.benchmark, cudnn.deterministic = not watch.has_varied, True
+        watch.is_on = True
 
-    def __init__(self) -> None:
-        self._before = (False, False)
-        self._watch: ShapeWatch | None = ShapeWatch()
+        def revert() -> None:
+            watch.is_on = False
+            before.restore()
 
-    def _turn_on(self) -> None:
-        self._before = cudnn.benchmark, cudnn.deterministic
-        cudnn.benchmark, cudnn.deterministic = self._watch is not None, True
+        return revert
 
-    def _turn_off(self) -> None:
-        cudnn.benchmark, cudnn.deterministic = self._before
-
-    def on_batch(self, batch: Any) -> None:
-        """Turn the search off, with a warning, once shapes vary."""
-        if self._is_on and self._watch is not None and self._watch.varies(batch):
-            self._watch = None
-            cudnn.benchmark = False
-            warnings.warn(
-                f"batches came in {MOST_NEW} new shapes within {WITHIN} steps, and cuDNN searches for the fastest "
-                "convolution algorithms for each of them: torch.backends.cudnn.benchmark is off from here on",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    candidate = ChangeCandidate("on", True, change)
+    candidate.on_batch = watch.on_batch
+    return candidate
 
 
 class CudnnBenchmark(StepTechnique):
@@ -147,11 +153,11 @@ class CudnnBenchmark(StepTechnique):
         """Return the candidate if the trial's batches have one shape."""
         if job.data.varies:
             raise NotApplicable("batches come in several shapes, and cuDNN would search for each of them")
-        return [BenchmarkCandidate()]
+        return [benchmark_candidate()]
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate. It watches the shapes, so a forced candidate needs no constant shapes."""
-        return BenchmarkCandidate()
+        return benchmark_candidate()
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if ``cudnn.benchmark`` is already on."""

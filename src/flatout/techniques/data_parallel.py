@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from flatout.core.instance_class import instance_class, take_class_out
+from flatout.core.instance_class import class_change, instance_class
 from flatout.distributed.gradient_sync import GradientSync
 from flatout.distributed.step_clock import StepClock
 from flatout.techniques.base import NotApplicable, Rule
@@ -26,7 +28,7 @@ class Replicas(Candidate):
         self.label = self.value = f"{job.spec.ranks.size} ranks"
         self._model = weakref.ref(job.spec.model)
         self._job = weakref.ref(job)
-        self._class: type[nn.Module] | None = None
+        self._revert: Callable[[], None] | None = None
         self._sync: weakref.ref[GradientSync] | None = None
 
     def _turn_on(self) -> None:
@@ -39,16 +41,15 @@ class Replicas(Candidate):
         job.objective.plain = sync.alone
         self._sync = weakref.ref(sync)
         if not isinstance(model, torch.jit.ScriptModule):
-            self._class = _synchronized_class(type(model), sync)
-            model.__class__ = self._class
+            self._revert = class_change([(model, partial(_synchronized_class, sync=sync))])()
 
     def _turn_off(self) -> None:
-        job, model = self._job(), self._model()
+        job = self._job()
         sync = None if self._sync is None else self._sync()
         if sync is not None:
             sync.remove()
-        if model is not None and self._class is not None:
-            take_class_out(model, self._class)
+        if self._revert is not None:
+            self._revert()
         if job is not None:
             job.stepper.sync, job.objective.plain = None, nullcontext
             job.stepper.times.clear()

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import deterministic
 
 from flatout.core.reproducible import DeterministicAlgorithms
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, Rule
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
 @process_flag
-class DeterminismFlags:
-    """Present choice of deterministic algorithms."""
+def determinism_flags() -> Saved:
+    """Return the part for the choice of deterministic algorithms."""
 
-    def __init__(self) -> None:
-        self._enabled = torch.are_deterministic_algorithms_enabled()
-        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        self._fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    def read() -> tuple[bool, bool, bool]:
+        is_enabled = torch.are_deterministic_algorithms_enabled()
+        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        return is_enabled, warns_only, deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
-    def restore(self) -> None:
-        """Restore all three flags."""
-        torch.use_deterministic_algorithms(self._enabled, warn_only=self._warn_only)
-        deterministic.fill_uninitialized_memory = self._fills  # type: ignore[attr-defined]
+    def write(flags: tuple[bool, bool, bool]) -> None:
+        torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+        deterministic.fill_uninitialized_memory = flags[2]  # type: ignore[attr-defined]
+
+    return Saved(read, write)
 
 
-class DeterministicCandidate(Candidate):
-    """Candidate that turns on torch's deterministic algorithms, process-wide."""
-
-    label = value = "deterministic"
-
-    def __init__(self) -> None:
-        self._algorithms = DeterministicAlgorithms()
-
-    def _turn_on(self) -> None:
-        self._algorithms.enable()
-
-    def _turn_off(self) -> None:
-        self._algorithms.disable()
+def _deterministic() -> Callable[[], None]:
+    algorithms = DeterministicAlgorithms()
+    algorithms.enable()
+    return algorithms.disable
 
 
 class Determinism(Rule):
@@ -71,4 +65,4 @@ class Determinism(Rule):
 
     def candidate(self, job: Job) -> Candidate | None:
         """Return the process-wide flags; None if ``flatout.reproducible`` sets and restores them."""
-        return None if job.spec.reproducible else DeterministicCandidate()
+        return None if job.spec.reproducible else ChangeCandidate("deterministic", "deterministic", _deterministic)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 
 from flatout.core.batches import tensors_of
-from flatout.core.instance_class import instance_class, take_class_out
+from flatout.core.instance_class import class_change, instance_class
 from flatout.profile.syncs import of_frame
 from flatout.techniques.base import Rule
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -76,27 +75,6 @@ class _CallWatch:
         )
 
 
-class EvaluationWatch(Candidate):
-    """Candidate that gives one model instance a class, which observes its calls in eval mode."""
-
-    label = value = "watched"
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._class: type[nn.Module] | None = None
-
-    def _turn_on(self) -> None:
-        model = self._model()
-        if model is not None:
-            self._class = _watched_class(type(model))
-            model.__class__ = self._class
-
-    def _turn_off(self) -> None:
-        model = self._model()
-        if model is not None and self._class is not None:
-            take_class_out(model, self._class)
-
-
 def _watched_class(base: type[nn.Module]) -> type[nn.Module]:
     watch = _CallWatch()
 
@@ -138,4 +116,4 @@ class Evaluation(Rule):
         """Return the observer for a user's own training loop; None for all other jobs."""
         if not job.why_no_step or job.spec.inference or isinstance(job.spec.model, torch.jit.ScriptModule):
             return None
-        return EvaluationWatch(job.spec.model)
+        return ChangeCandidate("watched", "watched", class_change([(job.spec.model, _watched_class)]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,28 +12,25 @@ import torch
 from flatout.optim import fuse, unfuse, why_not_fusable
 from flatout.optim.native_step import NativeStep
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class FuseCandidate(Candidate):
-    """Candidate that changes the optimizer's class to flatout's class of the same name. State and schedulers stay."""
+def fuse_candidate(optimizer: torch.optim.Optimizer) -> Candidate:
+    """Return the candidate that changes the class of the optimizer to flatout's. State and schedulers stay."""
+    reference = weakref.ref(optimizer)  # the model keeps the candidate, and may outlive the optimizer
 
-    label = "fused"
-    value = True
+    def set_class(change: Callable[[torch.optim.Optimizer], object]) -> None:
+        if (optimizer := reference()) is not None:
+            change(optimizer)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # the model keeps this candidate, and may outlive the optimizer
+    def fused() -> Callable[[], None]:
+        set_class(fuse)
+        return partial(set_class, unfuse)
 
-    def _turn_on(self) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            fuse(optimizer)
-
-    def _turn_off(self) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            unfuse(optimizer)
+    return ChangeCandidate("fused", True, fused)
 
 
 class FusedOptimizer(StepTechnique):
@@ -63,7 +61,7 @@ class FusedOptimizer(StepTechnique):
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""
         assert job.spec.optimizer is not None
-        return [FuseCandidate(job.spec.optimizer)]
+        return [fuse_candidate(job.spec.optimizer)]
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if the optimizer is already one of flatout's."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.techniques.base import Effect, NothingBetter, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
+from flatout.techniques.reducer_options import check_reducer, reducer_candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -68,4 +68,4 @@ class GradientBuckets(StepTechnique):
 
 
 def _candidate(job: Job, size: int) -> Candidate:
-    return ReducerCandidate(job, f"{size} MiB", size, bucket_bytes=size << 20)
+    return reducer_candidate(job, f"{size} MiB", size, bucket_bytes=size << 20)

@@ -9,7 +9,7 @@ import torch
 
 from flatout.techniques.base import NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
+from flatout.techniques.reducer_options import check_reducer, reducer_candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -44,7 +44,7 @@ class GradientCompression(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""
-        return [ReducerCandidate(job, "bf16", "bf16", is_compressed=True)]
+        return [reducer_candidate(job, "bf16", "bf16", is_compressed=True)]
 
     def accepts(self, value: Any) -> bool:
         """Accept True or ``"bf16"``."""

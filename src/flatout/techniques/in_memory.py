@@ -24,7 +24,7 @@ from flatout.data import (
 from flatout.data.in_memory_loader import why_not_collated
 from flatout.data.loader_class import is_plain, why_not_plain
 from flatout.data.workers_watch import check_epochs
-from flatout.guards import SamplesFixed
+from flatout.guards import SAMPLES_FIXED
 from flatout.techniques.base import LoaderTechnique, NotApplicable
 from flatout.techniques.batch_size import size_of
 from flatout.techniques.candidate import LoaderCandidate
@@ -58,7 +58,7 @@ class InMemorySource:
             made = self.build(self.loader)
         except (NotCacheable, WorkerError) as error:
             raise NotApplicable(str(error)) from error
-        on_change = functools.partial(SamplesFixed.broken, self.breaks, InMemory.name)
+        on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, InMemory.name)
         if isinstance(made, InMemoryLoader):
             made.report_change(on_change)
         else:
@@ -97,7 +97,7 @@ class InMemory(LoaderTechnique):
     title = "data in memory"
     expected = "2 to 200× for loading"
     values = "True, 'device'"
-    assumes = (SamplesFixed(),)
+    assumes = (SAMPLES_FIXED,)
     rationale = "samples are decoded once and gathered by native threads, with no Python call per sample"
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
@@ -124,7 +124,7 @@ class InMemory(LoaderTechnique):
         """
         candidates = _sources(job)
         if why_not_in_memory(job.data.loader) is not None and (seen := _why_unsure(job, pace)):
-            raise NotApplicable(SamplesFixed.reason(seen))
+            raise NotApplicable(SAMPLES_FIXED.reason(seen))
         return candidates
 
     def found(self, candidate: InMemorySource) -> str:

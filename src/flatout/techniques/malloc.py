@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, Rule
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -86,28 +89,14 @@ def _mmap_threshold(libc: Any) -> int:
 
 
 @process_flag
-class MallocSetting:
-    """Present setting."""
-
-    def __init__(self) -> None:
-        self._keeps = keeps()
-
-    def restore(self) -> None:
-        """Restore the setting."""
-        keep(self._keeps)
+def malloc_setting() -> Saved:
+    """Return the part for the setting."""
+    return Saved(keeps, keep)
 
 
-class MallocCandidate(Candidate):
-    """Candidate that makes the process keep freed memory, and reverts this."""
-
-    label = "kept"
-    value = True
-
-    def _turn_on(self) -> None:
-        keep(True)
-
-    def _turn_off(self) -> None:
-        keep(False)
+def _kept() -> Callable[[], None]:
+    keep(True)
+    return partial(keep, False)
 
 
 class Malloc(Rule):
@@ -143,4 +132,4 @@ class Malloc(Rule):
 
     def candidate(self, job: Job) -> Candidate:
         """Return the candidate for the process-wide setting."""
-        return MallocCandidate()
+        return ChangeCandidate("kept", True, _kept)

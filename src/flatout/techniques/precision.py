@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from flatout.core.instance_class import take_class_out
+from flatout.core.instance_class import class_change
 from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.calls import comes_compiled
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 from flatout.training.autocast import autocast_class
 
 if TYPE_CHECKING:
@@ -21,27 +21,10 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class AutocastCandidate(Candidate):
-    """Candidate that gives one model instance a class whose forward runs under autocast."""
-
-    def __init__(self, model: nn.Module, device_type: str, label: str) -> None:
-        self.label = self.value = label
-        self._model = weakref.ref(model)
-        self._device_type = device_type
-        self._class: type[nn.Module] | None = None
-
-    def _turn_on(self) -> None:
-        model = self._model()
-        if model is None:
-            return
-        if self._class is None or self._class.__bases__[-1] is not type(model):  # compiled code depends on the class
-            self._class = autocast_class(type(model), self._device_type, DTYPES[self.label])
-        model.__class__ = self._class
-
-    def _turn_off(self) -> None:
-        model = self._model()
-        if model is not None and self._class is not None:
-            take_class_out(model, self._class)
+def autocast_candidate(model: nn.Module, device_type: str, label: str) -> Candidate:
+    """Return the candidate that gives one model instance a class whose forward runs under autocast."""
+    make = partial(autocast_class, device_type=device_type, dtype=DTYPES[label])
+    return ChangeCandidate(label, label, class_change([(model, make)]))
 
 
 class Precision(StepTechnique):
@@ -93,8 +76,8 @@ class Precision(StepTechnique):
         if job.spec.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             if job.why_no_step:
                 raise NotApplicable("this GPU has no bfloat16 units, and float16 needs run.step's loss scaler")
-            return [AutocastCandidate(job.spec.model, "cuda", "fp16")]
-        return [AutocastCandidate(job.spec.model, job.spec.device.type, "bf16")]
+            return [autocast_candidate(job.spec.model, "cuda", "fp16")]
+        return [autocast_candidate(job.spec.model, job.spec.device.type, "bf16")]
 
     def accepts(self, value: Any) -> bool:
         """Accept True, ``"bf16"`` or ``"fp16"``."""
@@ -111,7 +94,7 @@ class Precision(StepTechnique):
         if value is True:
             return self.candidates(job)[0]
         _check_own_autocast(job)
-        return AutocastCandidate(job.spec.model, job.spec.device.type, value)
+        return autocast_candidate(job.spec.model, job.spec.device.type, value)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if the model's parameters already have that dtype, or the loss runs the model in it."""

@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flatout.techniques.base import NotApplicable
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
 
 
-class ReducerCandidate(Candidate):
-    """Candidate that sets some of the ``ReducerOptions`` of the training's ``GradientSync``, for the next step.
+def reducer_candidate(job: Job, label: str, value: Any, **options: Any) -> Candidate:
+    """Return the candidate that sets some of the ``ReducerOptions`` of the training's ``GradientSync``.
 
     Args:
         job: the training.
         label: as in ``Candidate``.
         value: as in ``Candidate``.
-        options: the options by name.
+        options: the options by name, for the next step.
     """
+    reference = weakref.ref(job.stepper)
 
-    def __init__(self, job: Job, label: str, value: Any, **options: Any) -> None:
-        self.label = label
-        self.value = value
-        self._stepper = weakref.ref(job.stepper)
-        self._options = options
-        self._before: dict[str, Any] = {}
-
-    def _turn_on(self) -> None:
-        self._before = self._replaced(self._options)
-
-    def _turn_off(self) -> None:
-        self._replaced(self._before)
-
-    def _replaced(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Set options, and return their earlier values."""
-        stepper = self._stepper()
+    def set_options(options: dict[str, Any]) -> Callable[[], object]:
+        stepper = reference()
         if stepper is None or stepper.sync is None:
-            return {}
+            return dict
         before = {name: getattr(stepper.sync.options, name) for name in options}
         stepper.sync.options = replace(stepper.sync.options, **options)
-        return before
+        return partial(set_options, before)
+
+    return ChangeCandidate(label, value, partial(set_options, options))
 
 
 def check_reducer(job: Job) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +10,10 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -60,45 +61,37 @@ def attention_kernels() -> tuple[bool, bool, bool, bool, list[int]]:
 
 
 @process_flag
-class AttentionKernels:
-    """Present choice of kernels for ``scaled_dot_product_attention``, and their order on CUDA."""
+def saved_attention() -> Saved:
+    """Return the part for the choice of kernels for ``scaled_dot_product_attention``, and their order on CUDA."""
 
-    def __init__(self) -> None:
-        *enabled, self._order = attention_kernels()
-        self._enabled = dict(zip(SDP_KERNELS, enabled, strict=True))
+    def write(value: tuple[bool, bool, bool, bool, list[int]]) -> None:
+        *enabled, order = value
+        for name, is_enabled in zip(SDP_KERNELS, enabled, strict=True):
+            getattr(cuda, f"enable_{name}_sdp")(is_enabled)
+        torch._C._set_sdp_priority_order(order)
 
-    def restore(self) -> None:
-        """Restore choice and order."""
-        for name, enabled in self._enabled.items():
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
-        torch._C._set_sdp_priority_order(self._order)
+    return Saved(attention_kernels, write)
 
 
-class AttentionCandidate(Candidate):
-    """Candidate that makes ``scaled_dot_product_attention`` prefer one kernel.
+def attention_candidate(kernel: str, device_type: str) -> Candidate:
+    """Return the candidate that makes ``scaled_dot_product_attention`` prefer one kernel.
 
     On CUDA this changes the order, so inputs that the kernel does not support fall back to the other kernels. The CPU
     has two kernels without an order, so its fused kernel is turned off in favor of plain products.
     """
 
-    def __init__(self, kernel: str, device_type: str) -> None:
-        self.label = self.value = kernel
-        self._device_type = device_type
-        self._before: AttentionKernels | None = None
+    def change() -> Callable[[], None]:
+        before = saved_attention()
+        if device_type == "cpu":
+            cuda.enable_flash_sdp(kernel == "flash")
+        else:
+            getattr(cuda, f"enable_{kernel}_sdp")(True)
+            first = int(KERNELS[kernel])  # type: ignore[call-overload]
+            others = [each for each in torch._C._get_sdp_priority_order() if each != first]
+            torch._C._set_sdp_priority_order([first, *others])
+        return before.restore
 
-    def _turn_on(self) -> None:
-        self._before = AttentionKernels()
-        if self._device_type == "cpu":
-            cuda.enable_flash_sdp(self.value == "flash")
-            return
-        getattr(cuda, f"enable_{self.value}_sdp")(True)
-        first = int(KERNELS[self.value])  # type: ignore[call-overload]
-        others = [kernel for kernel in torch._C._get_sdp_priority_order() if kernel != first]
-        torch._C._set_sdp_priority_order([first, *others])
-
-    def _turn_off(self) -> None:
-        assert self._before is not None
-        self._before.restore()
+    return ChangeCandidate(kernel, kernel, change)
 
 
 class _Attention(TorchDispatchMode):
@@ -170,7 +163,7 @@ class SdpaBackend(StepTechnique):
             others -= seen.used
         if not others:
             raise NotApplicable("no other kernel can be trusted with this model's attention")
-        return [AttentionCandidate(name, job.spec.device.type) for name in KERNELS if name in others]
+        return [attention_candidate(name, job.spec.device.type) for name in KERNELS if name in others]
 
     def accepts(self, value: Any) -> bool:
         """Accept the name of a kernel."""
@@ -186,7 +179,7 @@ class SdpaBackend(StepTechnique):
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate for a kernel. A fused kernel must support the model's attention."""
-        candidate = AttentionCandidate(value, job.spec.device.type)
+        candidate = attention_candidate(value, job.spec.device.type)
         if job.data.batches and value != "math":
             with candidate:
                 used = self._watch(job).used

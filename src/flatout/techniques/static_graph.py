@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flatout.techniques.base import Effect, NotApplicable, StepTechnique
 from flatout.techniques.candidate import Candidate
-from flatout.techniques.reducer_options import ReducerCandidate, check_reducer
+from flatout.techniques.reducer_options import check_reducer, reducer_candidate
 
 if TYPE_CHECKING:
     from flatout.training.job import Job
@@ -43,4 +43,4 @@ class StaticGraph(StepTechnique):
 
     def candidates(self, job: Job) -> Sequence[Candidate]:
         """Return the only candidate."""
-        return [ReducerCandidate(job, "on", True, static_graph=True)]
+        return [reducer_candidate(job, "on", True, static_graph=True)]

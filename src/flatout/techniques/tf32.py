@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flatout.core.saved import Saved
 from flatout.core.snapshot import process_flag
 from flatout.mfu.peaks import TF32_CAPABILITY, multiplies_in_tf32
 from flatout.techniques.base import NotApplicable, StepTechnique
-from flatout.techniques.candidate import Candidate
+from flatout.techniques.candidate import Candidate, ChangeCandidate
 from flatout.training.autocast import autocast_dtype
 
 if TYPE_CHECKING:
@@ -18,28 +19,26 @@ if TYPE_CHECKING:
 
 
 @process_flag
-class Float32Precision:
-    """Present precision of float32 matrix products.
+def float32_precision() -> Saved:
+    """Return the part for the precision of float32 matrix products.
 
     torch stores the precision twice: in the older ``get_float32_matmul_precision``, and in a newer flag for each
     backend. If only the newer flag is written, readers of the older one raise, for example torch.compile (pytorch
-    #166387). A write to the older one sets both.
-
-    Attributes:
-        legacy: "highest", "high" or "medium"; None if only the newer flags have it.
+    #166387). A write to the older one sets both. A value that has not changed is not written.
     """
 
-    def __init__(self) -> None:
-        self.legacy = _legacy_precision()
-        self._flags = [(module, module.fp32_precision, _own(module, parent)) for module, parent in _products()]
+    def read() -> tuple[str | None, list[tuple[Any, str, str]]]:
+        return _legacy_precision(), [(m, m.fp32_precision, _own(m, parent)) for m, parent in _products()]
 
-    def restore(self) -> None:
-        """Restore the older and the newer flags. A value that has not changed is not written."""
-        if self.legacy is not None and _legacy_precision() != self.legacy:
-            torch.set_float32_matmul_precision(self.legacy)
-        for module, effective, own in self._flags:
+    def write(value: tuple[str | None, list[tuple[Any, str, str]]]) -> None:
+        legacy, flags = value
+        if legacy is not None and _legacy_precision() != legacy:
+            torch.set_float32_matmul_precision(legacy)
+        for module, effective, own in flags:
             if module.fp32_precision != effective:
                 module.fp32_precision = own
+
+    return Saved(read, write)
 
 
 def _products() -> list[tuple[Any, Any]]:
@@ -64,29 +63,18 @@ def _legacy_precision() -> str | None:
         return None
 
 
-class Tf32Candidate(Candidate):
-    """Candidate that turns on TF32 for matrix products.
+def tf32_on() -> Callable[[], None]:
+    """Turn on TF32 for matrix products, and return the function that restores the earlier precision.
 
-    If torch's older flag is "highest", the candidate writes this flag, which also sets the newer one. Otherwise, it
-    writes only the newer flag.
+    If torch's older flag is "highest", this flag is written, which also sets the newer one. Otherwise, only the newer
+    flag is written.
     """
-
-    label = "tf32"
-    value = True
-
-    def __init__(self) -> None:
-        self._before: Float32Precision | None = None
-
-    def _turn_on(self) -> None:
-        self._before = Float32Precision()
-        if self._before.legacy == "highest":
-            torch.backends.cuda.matmul.allow_tf32 = True
-        else:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-    def _turn_off(self) -> None:
-        assert self._before is not None
-        self._before.restore()
+    before = float32_precision()
+    if _legacy_precision() == "highest":
+        torch.backends.cuda.matmul.allow_tf32 = True
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    return before.restore
 
 
 class Tf32(StepTechnique):
@@ -132,11 +120,11 @@ class Tf32(StepTechnique):
         chosen = _chosen_by_hand()
         if chosen:
             raise NotApplicable(f"{chosen} was set by hand: float32 products keep the precision asked for")
-        return [Tf32Candidate()]
+        return [ChangeCandidate("tf32", True, tf32_on)]
 
     def candidate_of(self, job: Job, value: Any) -> Candidate:
         """Return the candidate. A forced technique replaces a precision that the user has set."""
-        return Tf32Candidate()
+        return ChangeCandidate("tf32", True, tf32_on)
 
     def is_so(self, job: Job, value: Any) -> bool:
         """Return True if TF32 is already on, on a GPU that has it."""

@@ -18,7 +18,7 @@ from flatout.core.batches import tensors_of
 from flatout.core.instance_class import as_written
 from flatout.core.random_state import RandomState
 from flatout.core.snapshot import Snapshot
-from flatout.guards import HostRandom, PythonState
+from flatout.guards import HOST_RANDOM, PYTHON_STATE
 from flatout.techniques.base import NotApplicable, NothingBetter, StepTechnique
 from flatout.techniques.calls import CallCandidate, RoutedCall, comes_compiled, routed_calls, signature, why_sizes_vary
 from flatout.techniques.compile import CompiledCall
@@ -246,7 +246,7 @@ class TorchScript(StepTechnique):
         "Force it with techniques={'torchscript': True}"
     )
     effect = "reseeded"
-    assumes = (HostRandom(), PythonState())
+    assumes = (HOST_RANDOM, PYTHON_STATE)
     values = "True, 'script', 'trace'"
     checks_evaluation = True
 

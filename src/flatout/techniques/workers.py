@@ -17,7 +17,7 @@ from flatout.data.prefix import for_trial
 from flatout.data.seeding import is_seeded, with_workers
 from flatout.data.tuning import SECONDS
 from flatout.data.workers_watch import watch_workers
-from flatout.guards import OrderFixed, SamplesPortable, SamplesSteady
+from flatout.guards import ORDER_FIXED, SAMPLES_PORTABLE, SAMPLES_STEADY, differs_in_workers
 from flatout.techniques.base import Effect, LoaderTechnique, NotApplicable, NothingBetter
 from flatout.techniques.candidate import LoaderCandidate
 
@@ -54,7 +54,7 @@ class WorkerSource:
         made = with_workers(self._loader, self.value)
         if not self.value["num_workers"]:
             return made
-        return watch_workers(made, functools.partial(SamplesSteady.broken, self._breaks, Workers.name))
+        return watch_workers(made, functools.partial(SAMPLES_STEADY.broken, self._breaks, Workers.name))
 
 
 class Workers(LoaderTechnique):
@@ -78,7 +78,7 @@ class Workers(LoaderTechnique):
     number = 2
     title = "loader workers"
     expected = "20–50 %"
-    assumes = (OrderFixed(), SamplesPortable(), SamplesSteady())
+    assumes = (ORDER_FIXED, SAMPLES_PORTABLE, SAMPLES_STEADY)
     values = f"a number of workers, a dict of num_workers and others of {', '.join(_SETTINGS)}"
     rationale = "batches are made while the step runs, by as many worker processes as pay"
     reseeds = (
@@ -210,8 +210,8 @@ def _compare_workers(job: Job) -> None:
     base = base_of(job.data.loader)
     if base is None or base.num_workers or job.data.randomness is not None or is_seeded(base):
         return
-    if seen := SamplesPortable.differs(base):
-        raise NotApplicable(SamplesPortable.reason(seen))
+    if seen := differs_in_workers(base):
+        raise NotApplicable(SAMPLES_PORTABLE.reason(seen))
 
 
 def _settings(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from flatout.core.batches import thinned
 from flatout.core.effects import Containment
 from flatout.core.errors import free_memory, parameters_of, ran_out_of_memory
-from flatout.core.foreign import add_data
 from flatout.core.instance_class import as_written
 from flatout.core.random_state import RandomState
-from flatout.core.saved import Saved
+from flatout.core.snapshot import Snapshot
 from flatout.training.micro_batches import Buffers, Part
 from flatout.training.stepper import Stepper
 from flatout.training.tolerance import ALLOWED, apart, compute_dtype
@@ -40,8 +39,8 @@ def why_parts_differ(stepper: Stepper, batch: Any, samples: int) -> str:
         batch: a batch on the device, which can be split.
         samples: number of its samples to compare, evenly spread. Fewer are compared if these do not fit in memory.
     """
-    saved = Saved()
-    add_data(saved, stepper.spec.code)
+    saved = Snapshot()
+    saved.add_data(stepper.spec.code)
     with _settled(stepper), Containment().on():
         while samples >= 2:
             try:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flatout.core.batches import cloned, tensors_of, tensors_within
 from flatout.core.errors import ran_out_of_memory
-from flatout.core.python_state import parts_of
 from flatout.core.random_state import RandomState
 from flatout.core.reachable import reachable
+from flatout.core.saved import parts_of
 from flatout.core.snapshot import Snapshot
 from flatout.training.job import Job
 from flatout.training.loss_suggestion import compute_loss_line, why_not_taken

@@ -245,11 +245,12 @@ class EpochProgress:
         self._counter = counter
         self._losses = Logs(keep=1)
         self._steps = 0
-        from rich.console import Console  # slow to import
+        from flatout.report.terminal import Console  # slow to import, and before rich
+
+        console, wanted = Console(stderr=True), wants_progress()
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        console, wanted = Console(stderr=True), wants_progress()
         has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         can_draw = has_widgets or (not console.is_jupyter and can_replace_lines(console))
         is_shown = visible and wanted is not False

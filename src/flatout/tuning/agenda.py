@@ -42,7 +42,6 @@ from flatout.tuning.ranks import applies_on_all, failure_of
 from flatout.tuning.session import EARLIER, Session
 from flatout.tuning.statistics import FEWEST_PAIRS
 from flatout.tuning.trials import refresh, screening_seconds, warm_up
-from flatout.tuning.tuner import apply_batch_size
 
 RACE_SECONDS = 2.0
 """Seconds of the race of a cached plan. The race takes longer if its fewest pairs do."""
@@ -364,7 +363,7 @@ class Agenda:
         checks = not session.first_step_fits or spec.memory_limit is not None or (session.measures and on_gpu)
         checks = checks and not session.job.objective.why_untried
         with session.stage("applying the batch size"):
-            apply_batch_size(session.tuner, bench, session.choices, spec.batch_size, checks_memory=checks)
+            session.tuner.apply_batch_size(checks_memory=checks)
         with session.stage("measuring the original loop"):
             session.settle_budget()
             if session.measures:

@@ -83,7 +83,9 @@ class Bench:
         comparison: the trial that the present loader won; None without one, and after a change of the steps.
         phases: share of each phase in the time of these steps; empty if unknown, None before ``costs_of`` measures it.
         tensor_cores: activity of the tensor cores in these steps; None if unknown.
-        screened: duration of the latest screening of a candidate, in updates; None before the first one.
+        screened: duration of the latest screening of a candidate, in updates, without the results of the baseline that
+            are kept for the next candidate; None before the first one.
+        kept_seconds: seconds of all results of the baseline that were kept for later candidates.
         exposed_ms: exposed communication of these steps; None before ``rank_costs.exposed_ms`` measures it.
     """
 
@@ -98,12 +100,14 @@ class Bench:
     tensor_cores: TensorCores | None = None
     exposed_ms: float | None = None
     screened: float | None = None
+    kept_seconds: float = 0.0
     _noise: dict[int, Noise] = field(default_factory=dict)
     _pace: Pace | None = None
     _loop_pairs: list[Pair] = field(default_factory=list)
     _busy: float = 1.0
     _memory: int | None = None
     _results: dict[Hashable, Any] = field(default_factory=dict)
+    _kept_updates: float = 1.0
 
     @property
     def ranks(self) -> Agreement:
@@ -356,10 +360,24 @@ class Bench:
         results = self._results.get(key)
         if results is None:
             self.rewind()
+            begun = self.ranks.now()
             results = observe()
+            took = self.ranks.now() - begun
             if self.ranks.largest([results.nbytes])[0] <= MOST_RESULT_BYTES:
                 self._results[key] = results
+                self.kept_seconds += took
+                self._kept_updates = took / self.update_seconds
+            else:
+                self._kept_updates = 0.0
         return results
+
+    @property
+    def updates_to_observe(self) -> float:
+        """Updates that the baseline's results take before the next screening; 0 if results are kept.
+
+        Results that are too large are measured for each candidate, and count as a part of its screening.
+        """
+        return 0.0 if self._results else self._kept_updates
 
     def stretch_steps(self, queue: int = 0) -> int:
         """Return the number of batches per stretch: long enough to time, and whole updates.

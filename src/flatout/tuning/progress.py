@@ -184,7 +184,7 @@ def live_line() -> NotebookLine | TerminalLine | LogLines | None:
         or isinstance(stream, _SharedStream)
     ):
         return None  # another live line uses the terminal
-    from rich.console import Console  # slow to import
+    from flatout.report.terminal import Console  # slow to import
 
     console = Console(file=stream)
     if console.is_jupyter:
@@ -268,7 +268,7 @@ class TerminalLine:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
+        from flatout.report.terminal import Console
 
         self._stream = stream
         self._console = Console(file=stream)

@@ -17,11 +17,10 @@ from flatout.core import formatting
 from flatout.core.batches import batch_size_of, cloned, objects_of, tensors_of, to_device
 from flatout.core.errors import add_note, run_all
 from flatout.core.machine import load_average, usable_cores
-from flatout.core.saved import Saved
 from flatout.core.snapshot import Snapshot
 from flatout.data import is_rewindable
 from flatout.data.feedback import why_not_ahead
-from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, LoaderPosition, first_batches, known_length
+from flatout.data.loaders import TRIAL_BATCHES, UNKNOWN_LENGTH, first_batches, known_length, loader_position
 from flatout.data.replay_buffer import ReplayBuffer
 from flatout.data.seeding import seeded_if_random
 from flatout.data.slices import shards_of, sliced, why_not_sliced
@@ -207,7 +206,7 @@ class Session:
         self.bench.rewind(to_train=False)
         self.bench.state.restore_versions()
         self.close()
-        self.bench.state = Snapshot(Saved())  # frees the copies
+        self.bench.state = Snapshot()  # frees the copies
 
     def resume(self, budget: Budget) -> None:
         """Continue trials after ``pause``, from the present state of the training."""
@@ -224,7 +223,7 @@ class Session:
             code = []
         # Batches of a loader that cannot be rewound are read once, for the training.
         loader = self.loader if self._rewindable else None
-        state = Snapshot.capture(spec.modules, spec.optimizer, loader, code, also=[LoaderPosition(loader)])
+        state = Snapshot.capture(spec.modules, spec.optimizer, loader, code, also=[loader_position(loader)])
         if not self.job.objective.why_untried:
             self._guard.enter_context(state.guarded())
         return state

@@ -105,7 +105,8 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         candidate: a candidate of one technique, or of a pair.
         techniques: the techniques of the candidate. The numerical checks of all of them apply.
     """
-    setup, pair, verification, begun = 0.0, None, None, bench.ranks.now()
+    setup, pair, verification = 0.0, None, None
+    begun, kept = bench.ranks.now(), bench.kept_seconds
     has_setup = not all(technique.may_combine(bench.job) for technique in techniques)
     if has_setup or not bench.is_long:
         took, expected = warm_up(bench, candidate), len(_batches_of_each_shape(bench)) * bench.pace.step_ms / 1e3
@@ -134,7 +135,8 @@ def screen(bench: Bench, candidate: Candidate, techniques: Sequence[StepTechniqu
         gradient_difference=by.get("gradients"),
         failure=verification.failure or failure_of(bench.ranks, candidate),
     )
-    bench.screened = max(0.0, bench.ranks.now() - begun - setup) / bench.update_seconds
+    spent = bench.ranks.now() - begun - setup - (bench.kept_seconds - kept)
+    bench.screened = max(0.0, spent) / bench.update_seconds
     return replace(screening, trial=trial)
 
 
@@ -276,8 +278,9 @@ def screening_seconds(bench: Bench, candidates: int = 1) -> float:
     """Return the seconds to screen candidates, and to time the fewest pairs, without setup.
 
     The latest screening gives the cost of the next one. The estimate of the first one counts the fewest updates.
+    Results of the baseline count once, and not at all if an earlier screening has measured them.
     """
-    updates = 2 * candidates + 1 if bench.screened is None else candidates * bench.screened
+    updates = candidates * (2 if bench.screened is None else bench.screened) + bench.updates_to_observe
     return updates * bench.update_seconds + FEWEST_FOR_INTERVAL * 2 * bench.block_seconds
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable
-from flatout.guards import Guard, MeanOverSamples
+from flatout.guards import MEAN_OVER_SAMPLES, Guard
 from flatout.report.model import Pace, Row, Trial
 from flatout.techniques import (
     REGISTRY,
@@ -112,11 +112,6 @@ class Tuner:
         budget = self._bench.budget
         return budget.left_with_race if self._may_replace_race(technique) else budget.left
 
-    def impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> Row:
-        """Keep a candidate without a trial, in the tuned loop and in the baseline."""
-        row = technique.row("kept", why, candidate.label)
-        return self._bench.keep(Decision(row, "choice", candidate.value, candidate))
-
     def price(self, technique: str, candidate: Candidate) -> None:
         """Add the cost of a rule in speed to its row. The rule's candidate stays on."""
         bench = self._bench
@@ -156,7 +151,7 @@ class Tuner:
         self._check_applies(technique)
         self._check_assumptions(technique)
 
-    def contradiction(self, guard: Guard) -> str:
+    def _contradiction(self, guard: Guard) -> str:
         """Return what contradicts an assumption on any rank, as a reason for a row; empty if nothing does.
 
         Each experiment runs once. Its result holds until the end of the tuning.
@@ -185,7 +180,7 @@ class Tuner:
     def _check_assumptions(self, technique: Measured) -> None:
         """Raise ``NotApplicable`` if this job contradicts an assumption of a technique."""
         for guard in technique.assumed(self._bench.job, self._choices.of(technique)):
-            if reason := self.contradiction(guard):
+            if reason := self._contradiction(guard):
                 raise NotApplicable(reason)
 
     def _required(self, technique: Measured) -> StepTechnique | None:
@@ -265,6 +260,85 @@ class Tuner:
     def _may_replace_race(self, technique: Measured) -> bool:
         """Return True if a trial can replace the race, because it compares whole loops, and the old one is original."""
         return isinstance(technique, LoaderTechnique) and not self._bench.ledger.won
+
+    # Requested batch size, and batches that do not fit in memory
+
+    def apply_batch_size(self, *, checks_memory: bool) -> None:
+        """Apply the requested batch size, and split batches that do not fit in memory.
+
+        Args:
+            checks_memory: True to test with steps whether whole batches fit in memory.
+
+        Raises:
+            ValueError: the batch size cannot be applied.
+            torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be computed in parts.
+        """
+        bench, choices = self._bench, self._choices
+        job, samples = bench.job, bench.job.spec.batch_size
+        memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
+        for technique in memory_techniques:
+            if choices.of(technique):
+                self.decide(technique)
+        if choices.of(BATCH_SIZE):
+            self.decide(BATCH_SIZE)
+            return
+        if job.spec.optimizer is None or choices.plan is not None or choices.of(BATCH_SIZE) is False:
+            return
+        if isinstance(samples, int):
+            asked = BATCH_SIZE.forced(job, {"samples": samples // job.spec.accumulate})
+            self._impose(BATCH_SIZE, asked, "batch_size= asks for it")
+        bench.rewind()
+        if not checks_memory:
+            return
+        failure: torch.OutOfMemoryError | None = None
+        try:
+            with bench.ranks.attempt():
+                parts = parts_that_fit(job)
+        except torch.OutOfMemoryError as error:
+            failure = error
+        bench.rewind()
+        if failure is None and parts is not None and (reason := self._contradiction(MEAN_OVER_SAMPLES)):
+            whole = formatting.size_of(int(memory_limit(job)))
+            failure = torch.OutOfMemoryError(
+                f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
+            )
+        if failure is None:
+            self._impose_parts(parts)
+            return
+        free = [technique for technique in memory_techniques if choices.of(technique) is None]
+        if not any(map(self._fits_with, free)):
+            raise failure
+
+    def _impose(self, technique: StepTechnique, candidate: Candidate, why: str) -> None:
+        """Keep a candidate without a trial, in the tuned loop and in the baseline."""
+        row = technique.row("kept", why, candidate.label)
+        self._bench.keep(Decision(row, "choice", candidate.value, candidate))
+
+    def _impose_parts(self, parts: BatchCandidate | None) -> None:
+        """Split batches that do not fit in memory."""
+        if parts is not None:
+            result = self._bench.job.stepper.micro_batches.result()
+            why = f"whole batches do not fit into memory: they are computed in parts, {result}"
+            self._impose(BATCH_SIZE, parts, why)
+
+    def _fits_with(self, technique: StepTechnique) -> bool:
+        """Keep a technique if batches, or parts of batches, fit in memory with it. Return True if it is kept."""
+        bench = self._bench
+        try:
+            with bench.ranks.attempt():
+                technique.check(bench.job)
+                candidate = technique.candidates(bench.job)[0]
+                with candidate:
+                    parts = parts_that_fit(bench.job)
+        except Exception:  # the model may not allow the change, or not even one sample may fit in memory
+            return False
+        finally:
+            bench.rewind()
+        if parts is not None and self._contradiction(MEAN_OVER_SAMPLES):
+            return False
+        self._impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
+        self._impose_parts(parts)
+        return True
 
     # Techniques of the step
 
@@ -422,85 +496,3 @@ def _with_finding(row: Row, technique: Measured, best: Sequence[Any] | None) -> 
     """Return a row with the findings of the search that led to the candidate ``best[1]``."""
     finding = technique.found(best[1]) if best else ""
     return replace(row, why=f"{row.why}; {finding}") if finding else row
-
-
-PARTS_ARE_EQUAL = MeanOverSamples()
-
-
-def apply_batch_size(
-    tuner: Tuner, bench: Bench, choices: Choices, batch_size: str | int, *, checks_memory: bool
-) -> None:
-    """Apply the requested batch size, and split batches that do not fit in memory.
-
-    Args:
-        tuner: tuner on ``bench``.
-        bench: the training.
-        choices: techniques that are forbidden or forced.
-        batch_size: argument of ``optimize``, in samples per update if it is a number.
-        checks_memory: True to test with steps whether whole batches fit in memory.
-
-    Raises:
-        ValueError: the batch size cannot be applied.
-        torch.OutOfMemoryError: a single sample does not fit in memory, or batches cannot be computed in parts.
-    """
-    job = bench.job
-    memory_techniques = [t for t in REGISTRY if isinstance(t, StepTechnique) and t.goal == "memory"]
-    for technique in memory_techniques:
-        if choices.of(technique):
-            tuner.decide(technique)
-    if choices.of(BATCH_SIZE):
-        tuner.decide(BATCH_SIZE)
-        return
-    if job.spec.optimizer is None or choices.plan is not None or choices.of(BATCH_SIZE) is False:
-        return
-    if isinstance(batch_size, int):
-        asked = BATCH_SIZE.forced(job, {"samples": batch_size // job.spec.accumulate})
-        tuner.impose(BATCH_SIZE, asked, "batch_size= asks for it")
-    bench.rewind()
-    if not checks_memory:
-        return
-    failure: torch.OutOfMemoryError | None = None
-    try:
-        with bench.ranks.attempt():
-            parts = parts_that_fit(job)
-    except torch.OutOfMemoryError as error:
-        failure = error
-    bench.rewind()
-    if failure is None and parts is not None and (reason := tuner.contradiction(PARTS_ARE_EQUAL)):
-        whole = formatting.size_of(int(memory_limit(job)))
-        failure = torch.OutOfMemoryError(
-            f"batches of {largest_batch(job)} do not fit into {whole}, and cannot be computed in parts: {reason}"
-        )
-    if failure is None:
-        _impose_parts(parts, tuner, bench)
-        return
-    free = [technique for technique in memory_techniques if choices.of(technique) is None]
-    if not any(_fits_with(technique, tuner, bench) for technique in free):
-        raise failure
-
-
-def _impose_parts(parts: BatchCandidate | None, tuner: Tuner, bench: Bench) -> None:
-    """Split batches that do not fit in memory."""
-    if parts is not None:
-        result = bench.job.stepper.micro_batches.result()
-        why = f"whole batches do not fit into memory: they are computed in parts, {result}"
-        tuner.impose(BATCH_SIZE, parts, why)
-
-
-def _fits_with(technique: StepTechnique, tuner: Tuner, bench: Bench) -> bool:
-    """Keep a technique if batches, or parts of batches, fit in memory with it. Return True if it is kept."""
-    try:
-        with bench.ranks.attempt():
-            technique.check(bench.job)
-            candidate = technique.candidates(bench.job)[0]
-            with candidate:
-                parts = parts_that_fit(bench.job)
-    except Exception:  # the model may not allow the change, or not even one sample may fit in memory
-        return False
-    finally:
-        bench.rewind()
-    if parts is not None and tuner.contradiction(PARTS_ARE_EQUAL):
-        return False
-    tuner.impose(technique, candidate, f"batches do not fit into memory otherwise: {technique.rationale}")
-    _impose_parts(parts, tuner, bench)
-    return True

@@ -128,6 +128,126 @@ def test_an_invalid_state_changes_nothing(name: str, run: flatout.Run, good: Sna
     assert same(everything(run), loaded)
 
 
+class Counted(torch.optim.lr_scheduler.StepLR):
+    """Schedule that counts its loads outside of its state."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.loads = {"count": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "loads"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loads["count"] += 1
+        super().load_state_dict(state_dict)
+
+
+class Rejecting(torch.optim.SGD):
+    """Optimizer that rejects a state after it has written a part of it."""
+
+    rejects = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.param_groups[0]["momentum"] = 0.0
+        for state in self.state.values():
+            state["momentum_buffer"].zero_()
+        if self.rejects:
+            raise KeyError("momentum_buffer")
+        super().load_state_dict(state_dict)
+
+
+class Positioned(torch.utils.data.TensorDataset):
+    """Dataset with a state that may be rejected."""
+
+    rejects = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.rejects:
+            raise RuntimeError("no such position")
+
+
+class Extra(torch.nn.Linear):
+    """Layer with extra state, which replaces an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.seen = [0]
+        self.scale = torch.ones(())
+
+    def get_extra_state(self) -> list[int]:
+        return self.seen
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.seen = list(state)
+        self.scale.mul_(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def training(steps: int) -> flatout.Run:
+    """Return a run in the middle of an epoch and of an update, after some steps."""
+    torch.manual_seed(0)
+    model, samples = Extra(), Positioned(torch.randn(40, 6), torch.arange(40) % 3)
+    optimizer = Rejecting(model.parameters(), lr=0.1, momentum=0.9)
+    run = flatout.optimize(
+        model,
+        torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True),
+        optimizer,
+        torch.nn.functional.cross_entropy,
+        scheduler=Counted(optimizer, 2),
+        loss_weight=lambda batch: float(batch[1].sum()),
+        accumulate=2,
+        budget=0,
+        techniques={"fused_optimizer": False, "in_memory": False},
+    )
+    for _, batch in zip(range(steps), run.loader, strict=False):
+        run.step(batch)
+        model.seen.append(1)
+    return run
+
+
+def reject(run: flatout.Run, at: str) -> None:
+    """Load a state that is rejected at one place, and make no later load fail."""
+    state = copy.deepcopy(training(6).state_dict())
+    part: Any = {"optimizer": run.optimizer, "loader": run.loader.dataset}.get(at)
+    if at == "gradients":
+        state["job"] |= {"pending": 1, "gradients": []}
+    elif at == "scheduler":
+        state["scheduler"]["gamma"] = 0.5
+        state["random"] = None
+    if part is not None:
+        part.rejects = True
+    with pytest.raises(ValueError, match="state"):
+        run.load_state_dict(state)
+    if part is not None:
+        part.rejects = False
+
+
+@pytest.mark.parametrize("at", ["optimizer", "gradients", "scheduler", "loader"])
+def test_a_training_continues_as_before_a_load_that_failed_in_the_middle(at: str) -> None:
+    run, untouched = training(3), training(3)
+    generators = torch.get_rng_state()
+    before = {name: getattr(run._job.stepper, name) for name in ("pending", "last_loss", "pending_weights")}
+    seen, scale = run.model.seen, run.model.scale
+    reject(run, at)
+    assert {name: getattr(run._job.stepper, name) for name in before} == before
+    assert run.model.seen is seen
+    assert run.model.scale is scale
+    assert scale == 1
+    assert run._scheduler.loads == {"count": 0}
+    results = []
+    for each in (run, untouched):
+        torch.set_rng_state(generators)
+        steps = [(x, each.step((x, y))) for x, y in each.loader]
+        results.append([steps, list(each.model.parameters()), each.state_dict()])
+    assert same(*results)
+
+
 def leaves(state: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every entry of a state."""
     if keys:
