@@ -138,6 +138,7 @@ PATTERNS: dict[str, str] = {
     "out-of-time": r"there are \S+ s for this",
     "own-autocast": "under its own autocast",
     "own-loop": r"serves run\.step alone",
+    "one-epoch": "the training has one epoch",
     "overrides-dataloader": r"overrides .* of DataLoader",
     "pays-together-only": "it pays in the company of",
     "random-numbers-per-part": "random numbers .* are drawn for each part",

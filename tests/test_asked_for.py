@@ -138,8 +138,11 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "other optimizer": lambda: Training(optimizer=torch.optim.Adagrad),
 }
 
-ELSEWHERE = {"tf32", "cudnn_benchmark", "cuda_graph", "static_graph", "gradient_buckets", "gradient_compression"}
-"""Techniques that need a GPU or several ranks."""
+ELSEWHERE = {
+    *("tf32", "cudnn_benchmark", "cuda_graph", "static_graph", "gradient_buckets", "gradient_compression"),
+    "prefix_cache",
+}
+"""Techniques that need a GPU, several ranks, or a dataset with a transform."""
 
 CANNOT: dict[str, set[str]] = {
     "usual": set(),

@@ -22,7 +22,7 @@ from flatout.data import (
     why_not_in_memory,
 )
 from flatout.data.in_memory_loader import why_not_collated
-from flatout.data.loader_class import is_plain, why_not_plain
+from flatout.data.loader_class import base_of, is_plain, why_not_plain
 from flatout.data.workers_watch import check_epochs
 from flatout.guards import SAMPLES_FIXED
 from flatout.techniques.base import LoaderTechnique, NotApplicable
@@ -123,7 +123,7 @@ class InMemory(LoaderTechnique):
             NotApplicable: the dataset could change without being seen.
         """
         candidates = _sources(job)
-        if why_not_in_memory(job.data.loader) is not None and (seen := _why_unsure(job, pace)):
+        if why_not_in_memory(job.data.loader) is not None and (seen := why_unsure(job, pace)):
             raise NotApplicable(SAMPLES_FIXED.reason(seen))
         return candidates
 
@@ -171,10 +171,10 @@ def _on_device(job: Job) -> InMemorySource:
     return InMemorySource("on the device", job.data.loader, build, job.breaks, value="device", reason=reason)
 
 
-def _why_unsure(job: Job, pace: Pace | None) -> str:
+def why_unsure(job: Job, pace: Pace | None) -> str:
     """Return what of the dataset could change without being seen, or only at a considerable price."""
-    loader = job.data.loader
-    assert isinstance(loader, DataLoader)
+    loader = base_of(job.data.loader)
+    assert loader is not None
     contents = Contents(loader.dataset)
     if contents.opaque or pace is None:
         return contents.opaque

@@ -17,9 +17,10 @@ from flatout.data.loaders import known_length
 from flatout.data.prefix import PrefixCache
 from flatout.data.seeding import is_seeded
 from flatout.data.workers_watch import check_epochs
-from flatout.guards import SamplesFixed
+from flatout.guards import SAMPLES_FIXED
 from flatout.techniques.base import LoaderTechnique, NotApplicable
 from flatout.techniques.candidate import LoaderCandidate
+from flatout.techniques.in_memory import why_unsure
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -53,7 +54,7 @@ class PrefixSource:
             cache = PrefixCache(base.dataset, byte_budget=self.budget)
         except NotCacheable as error:
             raise NotApplicable(str(error)) from error
-        cache.on_change = functools.partial(SamplesFixed.broken, self.breaks, PrefixCaching.name)
+        cache.on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, PrefixCaching.name)
         cache.rehearse(cache.share * (1 - 1 / self.epochs), _REHEARSED * (base.batch_size or 1))
         self.reason = (
             f"{cache.share:.0%} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. The first of "
@@ -78,7 +79,7 @@ class PrefixCaching(LoaderTechnique):
     number = 13
     title = "decoded samples in memory"
     expected = "1.5 to 3× for loading"
-    assumes = (SamplesFixed(),)
+    assumes = (SAMPLES_FIXED,)
     rationale = "samples are decoded once, and only their random transforms run in each epoch"
 
     def setup_estimate(self, job: Job, pace: Pace) -> float:
@@ -102,18 +103,24 @@ class PrefixCaching(LoaderTechnique):
             raise NotApplicable("the training has one epoch, which reads each sample once")
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[LoaderCandidate]:
-        """Return the loader."""
+        """Return the loader.
+
+        Raises:
+            NotApplicable: the dataset could change without being seen.
+        """
+        if seen := why_unsure(job, pace):
+            raise NotApplicable(SAMPLES_FIXED.reason(seen))
+        return [self.candidate_of(job, True)]
+
+    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
+        """Return the loader, also if the dataset could change without being seen."""
         budget = available_memory() // (2 * job.spec.ranks.size)
         loader = job.data.source if base_of(job.data.source) is not None else job.data.loader
-        return [PrefixSource(loader, max(1.0, _epochs(job)), budget, job.breaks)]
+        return PrefixSource(loader, max(1.0, _epochs(job)), budget, job.breaks)
 
     def found(self, candidate: PrefixSource) -> str:
         """Return how many samples fit."""
         return candidate.reason
-
-    def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
-        """Return the candidate."""
-        return self.candidates(job)[0]
 
 
 def _epochs(job: Job) -> float:
