@@ -16,6 +16,7 @@ from flatout.data.loaders import clone_loader, is_rewindable
 from flatout.data.movable import MovableWork, NotExamined, movable_transforms
 from flatout.data.normalize import Normalize
 from flatout.data.prefetcher import Prefetcher
+from flatout.data.prefix import PrefixCache
 from flatout.data.remote import WorkerError
 from flatout.data.samples import NotCacheable
 from flatout.data.seeding import seed_samples
@@ -29,6 +30,7 @@ __all__ = [
     "NotCacheable",
     "NotExamined",
     "Prefetcher",
+    "PrefixCache",
     "Tuned",
     "WorkerError",
     "batch_size_of",
