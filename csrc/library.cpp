@@ -93,4 +93,11 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   m.def(
       "normalize_images(Tensor images, float[] mean, float[] std, ScalarType dtype, bool channels_last) -> "
       "Tensor");
+  // Returns a part of one uint8 image [H, W, C], C 1 or 3, as [C, h, w]. `box` of the image is resized to
+  // `size` by an antialiased bilinear filter, one axis after the other, with the bytes of Pillow. The result
+  // is `window` of it, mirrored if `flip`. Both parts are [top, left, height, width]. With mean and std, the
+  // result is float32, (x / 255 - mean) / std. If both are empty, the result is uint8.
+  m.def(
+      "resample_image(Tensor image, int[] box, int[] size, int[] window, bool flip, bool vertical_first, "
+      "float[] mean, float[] std) -> Tensor");
 }

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from flatout.core.batches import map_tensors
+from flatout.data.native_tail import NativeTail, native_tail
+from flatout.data.packed import Pixels
 
 Step = Callable[..., Any]
 
@@ -61,11 +64,13 @@ class Front:
         dataset: the copy. Its other attributes are those of the user's dataset.
         transforms: steps of each transform that was cut.
         lengths: number of steps in the front of each transform.
+        tails: native form of the steps after the front of each transform, or None.
     """
 
     dataset: Any = None
     transforms: list[list[Step]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    tails: list[NativeTail | None] = field(default_factory=list)
     _made: int = 0
 
     def sample(self, index: int) -> Any:
@@ -87,6 +92,16 @@ class Front:
 
         return map_tensors(lambda tensor: tensor, sample, result)
 
+    def use_native_code(self) -> bool:
+        """Find the native forms. Return True if there are any."""
+        parts = (steps[length:] for steps, length in zip(self.transforms, self.lengths, strict=True))
+        self.tails = [native_tail(part) for part in parts]
+        return any(self.tails)
+
+    def use_python(self) -> None:
+        """Run the transforms themselves."""
+        self.tails = [None] * len(self.transforms)
+
     def values(self, cut: Cut) -> Iterator[Any]:
         """Yield the values between the steps after a cut, up to the first step that may draw."""
         number, first = cut.rest[0]
@@ -97,9 +112,14 @@ class Front:
             yield value
 
     def _rest_of(self, cut: Cut) -> Any:
-        value = cut.value
+        value, done = cut.value, 0
+        if type(value) is Pixels:
+            tail = self.tails[cut.rest[0][0]]
+            assert tail is not None
+            value, done = tail(value.array), tail.length
         for number, first in cut.rest:
-            for step in self.transforms[number][first:]:
+            begin, done = first + done, 0
+            for step in self.transforms[number][begin:]:
                 value = _applied(step, value)
         return value
 
@@ -113,6 +133,9 @@ class Front:
         self._made += 1
         for step in self.transforms[number][:length]:
             value = _applied(step, value)
+        if (tail := self.tails[number]) is not None and getattr(value, "mode", "") == "RGB":
+            width, height = value.size
+            value = Pixels(np.array(value)) if tail.fits(height, width) else value
         rest = ((number, length),)
         if type(value) is _Kwargs:
             return {key: Cut(value, order, rest, key) for key in value}
@@ -201,6 +224,7 @@ def _cut_transform(transform: Any, front: Front) -> _CutTransform:
             return _CutTransform(front, number)
     front.transforms.append(steps)
     front.lengths.append(0)
+    front.tails.append(None)
     return _CutTransform(front, len(front.transforms) - 1)
 
 

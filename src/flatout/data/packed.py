@@ -55,6 +55,24 @@ def nbytes_of(parts: Sequence[bytes | memoryview]) -> int:
     return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
 
 
+class Pixels:
+    """Image, uint8 [H, W, C], whose copy from memory is a view of the memory.
+
+    Args:
+        array: the image. It must not be changed.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _pixels, (self.array.shape, pickle.PickleBuffer(self.array.data))
+
+
+def _pixels(shape: tuple[int, ...], values: Any) -> Pixels:
+    return Pixels(np.frombuffer(values, np.uint8).reshape(shape))
+
+
 class _Packer(pickle.Pickler):
     """Pickler that leaves the values of tensors, arrays and images out of the pickle."""
 

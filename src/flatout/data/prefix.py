@@ -72,7 +72,7 @@ class PrefixCache(SampleCache):
         rows = sorted({round(i * last / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)})
         with RandomState.of(self._generators or []).restored():
             self._choose_lengths(rows, budget)
-            self.sample_bytes = sum(map(self._checked, rows)) / len(rows)
+            self.sample_bytes = self._mean_bytes(rows)
         self.share = min(1.0, budget / (self.sample_bytes * len(dataset)))
         if self.share * len(dataset) < 1:
             raise NotCacheable(f"a sample takes {self.sample_bytes:,.0f} bytes, the budget is {budget:,}")
@@ -110,7 +110,7 @@ class PrefixCache(SampleCache):
         if row is None or not self._still_holds(1):
             return self.dataset[index]
         sample = self._stored(row)
-        if sample is None and not self._table.is_full:
+        if sample is None and (not self._table.is_full or any(self._front.tails)):
             sample = self._made(row)
         return self.dataset[index] if sample is None else self._front.finished(sample)
 
@@ -129,7 +129,7 @@ class PrefixCache(SampleCache):
         return None
 
     def _made(self, row: int) -> Any:
-        """Make and store a sample after the front. None if the dataset has to make it."""
+        """Make a sample after the front, and store it if there is room. None if the dataset has to make it."""
         if self._generators is None:
             self._generators = generators_in(self.dataset)
         before = RandomState.of(self._generators)
@@ -146,8 +146,9 @@ class PrefixCache(SampleCache):
         except Exception:  # the dataset raises its error again, or handles this sample in another way
             before.restore()
             return None
-        with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
-            self._table.put(row, packed((states_of(files), sample)))
+        if not self._table.is_full:
+            with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
+                self._table.put(row, packed((states_of(files), sample)))
         return sample
 
     def _holds(self, row: int) -> bool:
@@ -176,6 +177,14 @@ class PrefixCache(SampleCache):
             if sizes and sizes[best] > room:
                 best = min(range(len(sizes)), key=lambda i: (sizes[i], -i))
             front.lengths[number] = best
+
+    def _mean_bytes(self, rows: Sequence[int]) -> float:
+        """Return the mean bytes of a stored sample, after a comparison with the dataset's samples."""
+        if self._front.use_native_code():
+            with contextlib.suppress(NotCacheable):
+                return sum(map(self._checked, rows)) / len(rows)
+        self._front.use_python()
+        return sum(map(self._checked, rows)) / len(rows)
 
     def _sample(self, row: int) -> Any:
         """Return a sample after the front, for the first time."""

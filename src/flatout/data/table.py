@@ -268,7 +268,7 @@ class RaggedTable(SharedRows):
     def take(self, row: int) -> memoryview:
         """Return the bytes of a complete row. They must not be changed."""
         begin, size = self._places[row]
-        return self._bytes[begin : begin + size].toreadonly()
+        return self._bytes[begin : begin + size]
 
     def forget(self, row: int) -> None:
         """Let a row be written again. Its memory stays in use."""

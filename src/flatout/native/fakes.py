@@ -49,3 +49,17 @@ def _normalize_images(
 ) -> Tensor:
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=memory_format)
+
+
+@torch.library.register_fake("flatout::resample_image")
+def _resample_image(
+    image: Tensor,
+    box: list[int],
+    size: list[int],
+    window: list[int],
+    flip: bool,
+    vertical_first: bool,
+    mean: list[float],
+    std: list[float],
+) -> Tensor:
+    return image.new_empty((image.shape[2], *window[2:]), dtype=torch.float32 if mean else torch.uint8)

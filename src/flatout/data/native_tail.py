@@ -1,0 +1,157 @@
+"""Native form of the usual last transforms: crops, resizes and flips of an image, its tensor, and ``Normalize``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MOVES = {"RandomResizedCrop", "RandomCrop", "CenterCrop", "Resize", "RandomHorizontalFlip"}
+_MODULE = "torchvision.transforms.transforms"
+_PROBES = ((9, 7, 5, 7), (9, 7, 5, 6), (9, 7, 6, 5), (7, 9, 6, 6), (40, 9, 11, 5), (9, 40, 5, 11), (5, 5, 9, 11))
+"""Heights and widths of images, and of their resized forms, with which Pillow is compared."""
+
+
+@dataclass(frozen=True)
+class NativeTail:
+    """First transforms after a front, as one call of native code, with the draws and the bits of torchvision.
+
+    Attributes:
+        moves: crops, resizes and flips of version 1 of torchvision, in their order.
+        mean: means of the channels for ``Normalize``; empty if the result is uint8.
+        std: standard deviations of the channels.
+        length: number of transforms that the call replaces.
+    """
+
+    moves: Sequence[Any]
+    mean: list[float]
+    std: list[float]
+    length: int
+
+    def fits(self, height: int, width: int) -> bool:
+        """Return True if the transforms apply to an image of this size without padding or an error."""
+        for move in self.moves:
+            kind = type(move).__name__
+            if kind in ("RandomCrop", "CenterCrop") and (height < move.size[0] or width < move.size[1]):
+                return False
+            if kind == "Resize":
+                height, width = _resized(move, height, width)
+            elif kind != "RandomHorizontalFlip":
+                height, width = move.size
+        return min(height, width) > 0
+
+    def __call__(self, pixels: np.ndarray) -> Tensor:
+        """Return the tensor [C, H, W] that the transforms make of an image.
+
+        Args:
+            pixels: the image, uint8 [H, W, 3], which ``fits``.
+        """
+        box = [0, 0, *pixels.shape[:2]]
+        size, window, flip = box[2:], box, False
+        for move in self.moves:
+            kind = type(move).__name__
+            if kind == "RandomHorizontalFlip":
+                flip ^= bool(torch.rand(1) < move.p)
+            elif kind == "Resize":
+                size = _resized(move, *size)
+                window = [0, 0, *size]
+            elif kind == "RandomResizedCrop":
+                box = list(move.get_params(_of_size(*size), move.scale, move.ratio))
+                size = list(move.size)
+                window = [0, 0, *size]
+            else:
+                part = _center(size, move.size) if kind == "CenterCrop" else move.get_params(_of_size(*size), move.size)
+                window = list(part)
+        image = torch.frombuffer(pixels, dtype=torch.uint8).view(pixels.shape)
+        is_first = is_vertical_first(box[2:], size)
+        return torch.ops.flatout.resample_image(image, box, size, window, flip, is_first, self.mean, self.std)
+
+
+def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
+    """Return the native form of the first of some transforms; None if they are others, or if Pillow computes others."""
+    kinds = [type(step).__name__ if _is_plain(step) else "" for step in steps]
+    length = next((i for i, kind in enumerate(kinds) if kind not in _MOVES), len(kinds))
+    moves, kinds = steps[:length], kinds[length:]
+    order = [type(move).__name__ for move in moves]
+    sizes = [kind for kind in order if kind != "RandomHorizontalFlip"]
+    if (
+        not sizes
+        or "RandomHorizontalFlip" in order[: len(sizes)]  # a flip before a crop
+        or any(kind in ("Resize", "RandomResizedCrop") for kind in sizes[1:])
+        or len(sizes) > 2
+        or (len(sizes) == 2 and sizes[0] != "Resize")
+        or not all(map(_is_supported, moves))
+        or not is_pillow_known()
+    ):
+        return None
+    if kinds[:1] == ["PILToTensor"]:
+        return NativeTail(moves, [], [], length + 1)
+    if kinds[:1] != ["ToTensor"] or torch.get_default_dtype() is not torch.float32:
+        return None
+    if kinds[1:2] == ["Normalize"]:
+        normalize: Any = steps[length + 1]
+        mean, std = (
+            torch.as_tensor(values, dtype=torch.float32).tolist() for values in (normalize.mean, normalize.std)
+        )
+        if len(mean) == len(std) == 3 and all(
+            1e-18 <= value <= 1e18 for value in (*std, *(abs(m) or 1.0 for m in mean))
+        ):
+            return NativeTail(moves, mean, std, length + 2)
+    return NativeTail(moves, [0.0] * 3, [1.0] * 3, length + 1)
+
+
+def is_vertical_first(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return True if Pillow resizes columns before rows, as Pillow 13 does if the height shrinks much more."""
+    return after[0] < before[0] and before[0] - after[0] > 2 * (before[1] - after[1])
+
+
+@functools.cache
+def is_pillow_known() -> bool:
+    """Return True if the installed Pillow resizes like the native code. Other versions have another order of axes."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(0)
+    for height, width, *size in _PROBES:
+        image = pixels.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        expected = np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
+        box = [0, 0, height, width]
+        found = torch.ops.flatout.resample_image(
+            torch.from_numpy(image), box, size, [0, 0, *size], False, is_vertical_first(box[2:], size), [], []
+        )
+        if not np.array_equal(found.permute(1, 2, 0).numpy(), expected):
+            return False
+    return True
+
+
+def _is_plain(step: Any) -> bool:
+    has_hooks = any(getattr(step, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    return type(step).__module__ == _MODULE and not has_hooks
+
+
+def _is_supported(move: Any) -> bool:
+    if type(move).__name__ in ("Resize", "RandomResizedCrop"):
+        return getattr(move.interpolation, "value", None) == "bilinear"
+    return type(move).__name__ != "RandomCrop" or (move.padding is None and not move.pad_if_needed)
+
+
+def _of_size(height: int, width: int) -> Tensor:
+    """Return a stand-in for an image, for transforms that only ask for its size."""
+    return torch.empty(3, height, width, device="meta")
+
+
+def _resized(move: Any, height: int, width: int) -> list[int]:
+    size = [move.size] if isinstance(move.size, int) else list(move.size)
+    return sys.modules["torchvision.transforms.functional"]._compute_resized_output_size(
+        (height, width), size, move.max_size
+    )
+
+
+def _center(size: Sequence[int], part: Sequence[int]) -> list[int]:
+    top, left = (round((whole - inner) / 2.0) for whole, inner in zip(size, part, strict=True))
+    return [top, left, *part]
