@@ -220,7 +220,7 @@ class PrefixCache(SampleCache):
         stored = _bytes_of(self._sample(row))
         if stored != _bytes_of(self._sample(row)):
             raise NotCacheable(f"dataset[{row}] gave two different results before its random transforms")
-        _, sample = unpacked(memoryview(_bytes_of(({}, self._sample(row)))))
+        _, sample = unpacked(memoryview(bytearray(_bytes_of(({}, self._sample(row))))))
         if _bytes_of(self._front.finished(sample)) != expected or after.moved() is not None:
             raise NotCacheable(f"dataset[{row}] in two parts is another sample")
         return len(stored)
