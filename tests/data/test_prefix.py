@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from flatout.core.random_state import RandomState
 from flatout.data import NotCacheable
 from flatout.data.prefix import PrefixCache, for_trial
+from flatout.data.watch import files_opened
 
 ROWS = 12
 
@@ -133,16 +134,14 @@ def test_samples_and_draws_are_the_users(tmp_path, kind):
     assert cache.given_up is None
 
 
-def test_the_front_runs_once(tmp_path, monkeypatch):
-    dataset, reads = Files(tmp_path), []
-    monkeypatch.setattr(Files, "value", lambda self, i, own=Files.value: (reads.append(i), own(self, i))[1])
-    cache = PrefixCache(dataset)
+def test_the_front_runs_once(tmp_path):
+    cache = PrefixCache(Files(tmp_path))
     epoch(cache, 0)
     cache.check()  # reads some samples again
-    reads.clear()
-    for i in range(ROWS - 1):
-        cache[i]
-    assert reads == []
+    with files_opened() as files:
+        for i in range(ROWS - 1):
+            cache[i]
+    assert not files
 
 
 @pytest.mark.parametrize("workers", [0, 2])

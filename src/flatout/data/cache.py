@@ -71,6 +71,11 @@ class SampleCache(Forwarding, Dataset):
         # Generators are searched again in the copy. Only one process looks for changes.
         return vars(self) | {"_generators": None, "_watch": None, "on_change": None}
 
+    def __copy__(self) -> SampleCache:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))  # with the watch, as both have the same dataset
+        return copied
+
     @property
     def given_up(self) -> str | None:
         """Reason why samples are no longer cached, the same in all processes; ``None`` while they are cached."""
@@ -104,6 +109,8 @@ class SampleCache(Forwarding, Dataset):
     def _still_holds(self, count: int) -> bool:
         """Look for changes before ``count`` samples are taken."""
         is_new_epoch = self._asked + count > self._table.rows
+        if self._watch is not None and self._watch.begins_in_worker():
+            is_new_epoch, self.on_change = True, None  # that function belongs to the process that made the cache
         still_holds = self.check() if is_new_epoch else self.check_nearby()
         self._asked += count
         return still_holds
@@ -248,7 +255,7 @@ class CachedDataset(SampleCache):
                     self._decode(chunk)
             elif chunks:
                 for opened in self._decoded_in_workers(chunks, num_workers, multiprocessing_context):
-                    files.update(opened)
+                    files.update(dict.fromkeys(opened))
         self._was_read(files)
 
     def _was_read(self, files: set[str]) -> None:

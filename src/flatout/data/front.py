@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dis
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -65,18 +69,24 @@ class Front:
         transforms: steps of each transform that was cut.
         lengths: number of steps in the front of each transform.
         tails: native form of the steps after the front of each transform, or None.
+        may_catch: True if the dataset may catch an error of a transform: its code has a ``try`` or ``with``.
     """
 
     dataset: Any = None
     transforms: list[list[Step]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     tails: list[NativeTail | None] = field(default_factory=list)
-    _made: int = 0
+    may_catch: bool = False
+    _made: dict[int, int] = field(default_factory=dict)  # cut values of the current sample, by thread
 
-    def sample(self, index: int) -> Any:
+    def sample(self, index: Any) -> Any:
         """Return sample ``index`` after the front."""
-        self._made = 0
+        self._made[threading.get_ident()] = 0
         return self.dataset[index]
+
+    def changed_attributes(self, dataset: Any) -> Iterator[tuple[Any, str, Any]]:
+        """Yield the owner, name and new value of each attribute that the copy has set since it was made."""
+        yield from _changed_attributes(dataset, self.dataset)
 
     def finished(self, sample: Any) -> Any:
         """Run the rest of the transforms, in the order in which the dataset runs them."""
@@ -129,8 +139,10 @@ class Front:
             return Cut(value.value, value.number, (*value.rest, (number, 0)))
         if (args and kwargs) or any(type(each) is Cut for each in (*args, *kwargs.values())):
             raise TypeError("the arguments of a transform are no values of one kind")
-        length, order = self.lengths[number], self._made
-        self._made += 1
+        thread = threading.get_ident()
+        length, order = self.lengths[number], self._made[thread]
+        self._made[thread] += 1
+        self.may_catch = self.may_catch or _is_in_try(sys._getframe(2))
         for step in self.transforms[number][:length]:
             value = _applied(step, value)
         if (tail := self.tails[number]) is not None and getattr(value, "mode", "") == "RGB":
@@ -161,6 +173,38 @@ class _CutTransform:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.front._cut(self.number, args, kwargs)
+
+
+_TRY = {dis.opmap[name] for name in ("SETUP_FINALLY", "SETUP_WITH") if name in dis.opmap}
+
+
+def _is_in_try(frame: FrameType | None) -> bool:
+    """Return True if one of the callers within ``Front.sample`` has code with a ``try`` or ``with``."""
+    while frame is not None and frame.f_code is not Front.sample.__code__:
+        code = frame.f_code
+        if getattr(code, "co_exceptiontable", b"") or (
+            sys.version_info < (3, 11) and not _TRY.isdisjoint(code.co_code[::2])
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _changed_attributes(holder: Any, copied: Any) -> Iterator[tuple[Any, str, Any]]:
+    if copied is holder:
+        return
+    before = vars(holder)
+    for name, value in list(vars(copied).items()):
+        old = before.get(name)
+        if value is old or type(value) is _CutTransform:
+            continue
+        if isinstance(old, Dataset) or type(old).__qualname__ == "StandardTransform":
+            yield from _changed_attributes(old, value)
+        elif type(old) is list and any(isinstance(each, Dataset) for each in old):
+            for inner, its_copy in zip(old, value, strict=True):
+                yield from _changed_attributes(inner, its_copy)
+        else:
+            yield holder, name, value
 
 
 def front_of(dataset: Any) -> Front | None:

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
+from flatout.core.contents import named_values
 from flatout.core.machine import available_memory
 from flatout.core.random_state import RandomState, generators_in
+from flatout.core.reachable import reachable
+from flatout.core.snapshot import Snapshot
 from flatout.data.cache import SampleCache
 from flatout.data.front import cuts_in, front_of
 from flatout.data.loader_class import base_of
@@ -23,7 +26,7 @@ from flatout.data.loaders import clone_loader
 from flatout.data.packed import packed, unpacked
 from flatout.data.samples import NotCacheable
 from flatout.data.table import RaggedTable
-from flatout.data.watch import Watch, files_opened, state_of, states_of
+from flatout.data.watch import Watch, files_opened, state_of
 
 _LOOKED_AT = 4
 """Samples, spread over the dataset, that are made in both ways before the cache is used."""
@@ -66,13 +69,24 @@ class PrefixCache(SampleCache):
             raise NotCacheable("the dataset has no transform: its samples have no part before one that draws")
         if hasattr(dataset, "__getitems__") and type(dataset) is not Subset:
             raise NotCacheable(f"the dataset, a {type(dataset).__name__}, makes several samples at once")
+        if name := _asks_for_worker(dataset):
+            raise NotCacheable(f"the code of {name} has get_worker_info: its samples may depend on the worker")
         self._front = front
+        watch = Watch(dataset, self._holds)
+        snapshot = Snapshot()
+        snapshot.add_data(dataset)
         budget = available_memory() // 2 if byte_budget is None else byte_budget
         last = len(dataset) - 1
         rows = sorted({round(i * last / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)})
         with RandomState.of(self._generators or []).restored():
-            self._choose_lengths(rows, budget)
-            self.sample_bytes = self._mean_bytes(rows)
+            try:
+                self._choose_lengths(rows, budget)
+                self.sample_bytes = self._mean_bytes(rows)
+                seen = watch.changed_by_samples({}, nearby=False)
+            finally:
+                snapshot.restore()
+        if seen:
+            raise NotCacheable(f"making samples changes the dataset: {seen}")
         self.share = min(1.0, budget / (self.sample_bytes * len(dataset)))
         if self.share * len(dataset) < 1:
             raise NotCacheable(f"a sample takes {self.sample_bytes:,.0f} bytes, the budget is {budget:,}")
@@ -109,34 +123,51 @@ class PrefixCache(SampleCache):
             row = rows[row % len(rows)] if _SPREAD * row % 1 < share else None
         if row is None or not self._still_holds(1):
             return self.dataset[index]
-        sample = self._stored(row)
-        if sample is None and (not self._table.is_full or any(self._front.tails)):
-            sample = self._made(row)
-        return self.dataset[index] if sample is None else self._front.finished(sample)
+        kept = self._stored(row)
+        # a sample may hold its index, whose type counts
+        sample = kept[1] if kept is not None and _kind_of(kept[0]) == _kind_of(index) else None
+        can_make = not self._table.is_full or any(self._front.tails)
+        if sample is None and can_make and not self._table.has(row):
+            sample = self._made(row, index)
+        if sample is None:
+            return self.dataset[index]
+        if not self._front.may_catch:
+            return self._front.finished(sample)
+        before = RandomState.of(self._generators_now())
+        try:
+            return self._front.finished(sample)
+        except Exception:  # the dataset handles its error in its own way
+            before.restore()
+            return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of many indices, one after the other."""
         return [self[index] for index in indices]
 
-    def _stored(self, row: int) -> Any:
-        """Return a sample after the front from memory. None if it is not there, or if one of its files has changed."""
+    def _generators_now(self) -> list[Any]:
+        if self._generators is None:
+            self._generators = generators_in(self.dataset)
+        return self._generators
+
+    def _stored(self, row: int) -> tuple[Any, Any] | None:
+        """Return the index and the sample after the front from memory.
+
+        None if it is not there, or if one of its files has changed.
+        """
         if not self._table.has(row):
             return None
-        files, sample = unpacked(self._table.take(row))
+        files, index, sample = unpacked(self._table.take(row))
         if all(state_of(path) == state for path, state in files.items()):
-            return sample
+            return index, sample
         self._table.forget(row)
         return None
 
-    def _made(self, row: int) -> Any:
+    def _made(self, row: int, index: Any) -> Any:
         """Make a sample after the front, and store it if there is room. None if the dataset has to make it."""
-        if self._generators is None:
-            self._generators = generators_in(self.dataset)
-        before = RandomState.of(self._generators)
+        before = RandomState.of(self._generators_now())
         try:
             with files_opened() as files:
-                sample = self._front.sample(row)
-            self._sample_was_read()
+                sample = self._front.sample(index)
             if (moved := before.moved()) is not None:
                 raise NotCacheable(f"dataset[{row}] draws from {moved} before its transforms do")
         except NotCacheable as reason:
@@ -146,16 +177,21 @@ class PrefixCache(SampleCache):
         except Exception:  # the dataset raises its error again, or handles this sample in another way
             before.restore()
             return None
+        for owner, name, value in self._front.changed_attributes(self.dataset):
+            setattr(owner, name, value)
+        if self._watch is not None and (seen := self._watch.changed_by_samples(files, nearby=True)):
+            self._give_up(NotCacheable(f"making dataset[{row}] changes the dataset: {seen}"))
+            return sample
         if not self._table.is_full:
             with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
-                self._table.put(row, packed((states_of(files), sample)))
+                self._table.put(row, packed((files, index, sample)))
         return sample
 
     def _holds(self, row: int) -> bool:
         """Make a sample again, and return False if another one is in memory, although its files are the same."""
         stored = self._stored(row)
         try:
-            return stored is None or _bytes_of(self._front.sample(row)) == _bytes_of(stored)
+            return stored is None or _bytes_of(self._front.sample(stored[0])) == _bytes_of(stored[1])
         except FileNotFoundError:  # the dataset raises this error when the sample is requested
             return True
 
@@ -209,6 +245,7 @@ class PrefixCache(SampleCache):
         """
         generators = self._generators or []
         before = RandomState.of(generators)
+        stored = _bytes_of(self._sample(row))
         try:
             expected = _bytes_of(self.dataset[row])
         except NotCacheable:
@@ -217,11 +254,14 @@ class PrefixCache(SampleCache):
             raise NotCacheable(f"dataset[{row}] raised {type(error).__name__}: {error}") from error
         after = RandomState.of(generators)
         before.restore()
-        stored = _bytes_of(self._sample(row))
         if stored != _bytes_of(self._sample(row)):
             raise NotCacheable(f"dataset[{row}] gave two different results before its random transforms")
         _, sample = unpacked(memoryview(bytearray(_bytes_of(({}, self._sample(row))))))
-        if _bytes_of(self._front.finished(sample)) != expected or after.moved() is not None:
+        try:
+            finished = _bytes_of(self._front.finished(sample))
+        except Exception as error:
+            raise NotCacheable(f"dataset[{row}] in two parts raised {type(error).__name__}: {error}") from error
+        if finished != expected or after.moved() is not None:
             raise NotCacheable(f"dataset[{row}] in two parts is another sample")
         return len(stored)
 
@@ -233,8 +273,19 @@ def for_trial(loader: Any) -> Any:
     if not isinstance(base.dataset, PrefixCache):
         return clone_loader(loader)
     rehearsed = copy.copy(base.dataset)  # has the same memory, and no watch
-    vars(rehearsed)["_is_trial"] = True
+    vars(rehearsed).update(_is_trial=True, _watch=None)
     return clone_loader(loader, dataset=rehearsed)
+
+
+def _kind_of(index: Any) -> tuple[type, str]:
+    return type(index), str(getattr(index, "dtype", ""))
+
+
+def _asks_for_worker(dataset: Any) -> str:
+    """Return the class of a dataset whose code asks for its worker process; empty if there is none."""
+    kinds = dict.fromkeys(type(node) for node in reachable(dataset) if isinstance(node, Dataset))
+    asks = (each for each in kinds if "get_worker_info" in named_values(each, "__getitem__")[1])
+    return next((each.__name__ for each in asks), "")
 
 
 def _bytes_of(sample: Any) -> bytes:

@@ -6,13 +6,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flatout.core.contents import Contents
-from flatout.core.random_state import RandomState
+import numpy as np
+from torch import Tensor
 
+from flatout.core.contents import Contents
+from flatout.core.random_state import RandomState, generators_in
+
+FileState = tuple[int, ...] | None
 SHARE = 0.01
 """Limit for the checks at an epoch's start, relative to the time of the epoch."""
 FIRST_SECONDS = 0.1
@@ -20,31 +24,35 @@ FIRST_SECONDS = 0.1
 LEAST_READ, MOST_READ = 2, 16
 """Numbers of samples that are read again at the start of each epoch."""
 
-_opened: list[set[str]] = []
+_opened: dict[int, dict[str, FileState]] = {}
+"""Files that each active ``files_opened`` has seen, by the identity of its result."""
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _opened and isinstance(arguments[0], (str, bytes)):
         with suppress(ValueError, OSError):  # the working directory does not exist any more
-            _opened[-1].add(os.path.abspath(os.fsdecode(arguments[0])))
+            path = os.path.abspath(os.fsdecode(arguments[0]))
+            state = state_of(path)  # of the time before it is read: a later change is then seen
+            for files in list(_opened.values()):
+                files.setdefault(path, state)
 
 
 _is_auditing = False
 
 
 @contextmanager
-def files_opened() -> Iterator[set[str]]:
-    """Collect the paths of the files that Python opens in this block. Libraries in C may open others."""
+def files_opened() -> Iterator[dict[str, FileState]]:
+    """Collect the files that Python opens in this block, and their states before. Libraries in C may open others."""
     global _is_auditing
     if not _is_auditing:
         sys.addaudithook(_audit)
         _is_auditing = True
-    paths: set[str] = set()
-    _opened.append(paths)
+    files: dict[str, FileState] = {}
+    _opened[id(files)] = files
     try:
-        yield paths
+        yield files
     finally:
-        _opened.remove(paths)
+        del _opened[id(files)]
 
 
 class Watch:
@@ -60,7 +68,7 @@ class Watch:
         self._holds = holds
         self._process = os.getpid()
         self._length = len(dataset)
-        self._files: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, FileState] = {}
         self._begun: float | None = None
         self._was_read = False  # since contents were compared as a whole
         self._contents = Contents(dataset)
@@ -79,13 +87,38 @@ class Watch:
         if self._contents.changed():
             self._contents.ignore_changes()
         self._was_read = False
-        self._files |= states_of(path for path in files if path not in self._files)
+        self._files |= {path: state_of(path) for path in files if path not in self._files}
+
+    def begins_in_worker(self) -> bool:
+        """Return True for the first call in a forked process, which looks for changes of its own copy from then on."""
+        if os.getpid() == self._process:
+            return False
+        self._process = os.getpid()
+        return True
 
     def sample_was_read(self) -> None:
         """Ignore changes that reading a sample has made, as ``samples_were_read`` does, but in less time."""
         self._was_read = True
         if self._contents.changed_nearby():
             self._contents.ignore_changes()
+
+    def changed_by_samples(self, files: Mapping[str, FileState], *, nearby: bool) -> str:
+        """Return a change that making samples has made, as a clause.
+
+        A handle that was opened for the samples is no such change. It is watched from now on, and so are ``files``.
+
+        Args:
+            files: files that were opened for the samples.
+            nearby: True to look for changes that are seen in about 2 microseconds.
+        """
+        if os.getpid() != self._process or (nearby and not self._contents.changed_nearby()):
+            return ""
+        for text, before, now in self._contents.differences():
+            if not (before is None or type(before) is object) or not _is_handle(now):
+                return text
+        self._contents = Contents(self._dataset)
+        self._files |= files
+        return ""
 
     def seen_nearby(self) -> str:
         """Return a change that is seen in about 2 microseconds, as a clause. Empty if there is none."""
@@ -147,19 +180,23 @@ class Watch:
         return ""
 
 
+def _is_handle(value: Any) -> bool:
+    """Return True for an open file or archive, in contrast to numbers, containers, and what holds a generator."""
+    if isinstance(value, np.memmap):
+        return True
+    kinds = (int, float, complex, str, bytes, Tensor, np.ndarray, np.generic, list, tuple, dict, set)
+    return not isinstance(value, kinds) and not generators_in(value)
+
+
 _choice = random.Random()
 """Separate generator, so that the script's random numbers stay the same."""
 
 
-def states_of(paths: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the states of the files that exist, by path."""
-    return {path: state for path in paths if (state := state_of(path)) is not None}
-
-
-def state_of(path: str) -> tuple[int, ...] | None:
-    """Return the device, inode, size and time of change of a file. None without the file."""
+def state_of(path: str) -> FileState:
+    """Return the device, inode, size and times of change of a file. None without the file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    # Copies may keep the time of the contents (mtime), but not the time of the inode's change (ctime).
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
