@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -258,7 +258,7 @@ class CachedDataset(SampleCache):
                     files.update(dict.fromkeys(opened))
         self._was_read(files)
 
-    def _was_read(self, files: set[str]) -> None:
+    def _was_read(self, files: Iterable[str]) -> None:
         if self._watch is not None:
             self._watch.samples_were_read(files)
 
