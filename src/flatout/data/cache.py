@@ -110,8 +110,10 @@ class SampleCache(Forwarding, Dataset):
         """Look for changes before ``count`` samples are taken."""
         is_new_epoch = self._asked + count > self._table.rows
         if self._watch is not None and self._watch.begins_in_worker():
-            is_new_epoch, self.on_change = True, None  # that function belongs to the process that made the cache
-        still_holds = self.check() if is_new_epoch else self.check_nearby()
+            self.on_change = None  # that function belongs to the process that made the cache
+            still_holds = self._holds_after(self._watch.seen_in_contents())
+        else:
+            still_holds = self.check() if is_new_epoch else self.check_nearby()
         self._asked += count
         return still_holds
 
