@@ -18,6 +18,12 @@ constexpr int32_t kHalf = 1 << (kFraction - 1);
 
 FLATOUT_HD uint8_t rounded(int32_t sum) { return static_cast<uint8_t>(std::clamp(sum >> kFraction, 0, 255)); }
 
+// Pillow's rounding: a half is added, and the result is truncated toward zero.
+inline int64_t rounded_up(double value) {
+  const double shifted = value + 0.5;
+  return static_cast<int64_t>(shifted);
+}
+
 // Sums of the channels of a pixel, which one instruction updates.
 using Sums = int32_t __attribute__((vector_size(16)));
 
@@ -46,8 +52,8 @@ struct Axis {
     std::vector<double> exact(taps);
     for (int64_t i = 0; i < window_size; ++i) {
       const double center = (static_cast<double>(window_first + i) + 0.5) * scale;
-      const auto begin = std::max<int64_t>(static_cast<int64_t>(center - width + 0.5), 0);
-      const auto end = std::min<int64_t>(static_cast<int64_t>(center + width + 0.5), in);
+      const auto begin = std::max<int64_t>(rounded_up(center - width), 0);
+      const auto end = std::min<int64_t>(rounded_up(center + width), in);
       double sum = 0;
       for (int64_t j = begin; j < end; ++j) {
         const double distance = std::abs((static_cast<double>(j) - center + 0.5) * (1.0 / width));
@@ -57,7 +63,7 @@ struct Axis {
       count.push_back(static_cast<int32_t>(end - begin));
       for (int64_t j = 0; j < end - begin; ++j) {
         const double weight = sum != 0 ? exact[j] / sum : exact[j];
-        weights[i * taps + j] = static_cast<int32_t>(0.5 + weight * (1 << kFraction));
+        weights[i * taps + j] = static_cast<int32_t>(rounded_up(weight * (1 << kFraction)));
       }
     }
   }
@@ -79,8 +85,7 @@ struct Resample {
   const Axis &horizontal, &vertical;
   const float* table;  // [C][256]
   bool flip;
-  uint8_t* rows;   // the crop's rows that outputs need, resized [rows][outputs of a row][C]; one row if
-                   // vertical_first
+  uint8_t* rows;   // resized rows of the crop, [rows][outputs of a row][C]; one if columns are resized first
   uint8_t* bytes;  // one row of the crop or of the outputs, whichever is longer
   int32_t* sums;   // as long as `bytes`
   T* out;          // [C][outputs of a column][outputs of a row]
@@ -119,7 +124,7 @@ struct Resample {
       const uint8_t* in = from + int64_t{horizontal.first[x] - begin} * C;
       const int32_t* weight = &horizontal.weights[x * horizontal.taps];
       Sums sum{kHalf, kHalf, kHalf, kHalf};
-      for (int32_t j = 0; j < horizontal.count[x]; ++j) sum += load_pixel<C>(in + j * C, end) * weight[j];
+      for (int32_t j = 0; j < horizontal.count[x]; ++j, in += C) sum += load_pixel<C>(in, end) * weight[j];
       for (int c = 0; c < C; ++c) to[x * C + c] = rounded(sum[c]);
     }
   }
