@@ -334,6 +334,10 @@ def test_trials_meet_stored_samples(tmp_path):
     made = {int(index) for _, index in trial}
     assert len(made - stored) >= 3
     assert set(range(ROWS)) - set(cache._table.missing()) == stored
+    for row in stored:
+        cache._table.forget(row)  # as if its file had changed
+    list(trial)
+    assert_equal_epochs(cache.dataset, cache)
 
 
 torchvision = pytest.importorskip("torchvision")

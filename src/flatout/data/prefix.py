@@ -121,6 +121,7 @@ class PrefixCache(SampleCache):
         if row is not None and self._is_trial:
             share, rows = self._rehearsed
             row = rows[row % len(rows)] if _SPREAD * row % 1 < share else None
+            index = index if row is None else row
         if row is None or not self._still_holds(1):
             return self.dataset[index]
         kept = self._stored(row)
