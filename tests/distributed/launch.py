@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds after which a launch fails."""
 
 IMPORTS = """
