@@ -127,8 +127,7 @@ class PrefixCache(SampleCache):
         kept = self._stored(row)
         # a sample may hold its index, whose type counts
         sample = kept[1] if kept is not None and _kind_of(kept[0]) == _kind_of(index) else None
-        can_make = not self._table.is_full or any(self._front.tails)
-        if sample is None and can_make and not self._table.has(row):
+        if sample is None and not self._table.is_full and not self._table.has(row):
             sample = self._made(row, index)
         if sample is None:
             return self.dataset[index]
@@ -164,7 +163,7 @@ class PrefixCache(SampleCache):
         return None
 
     def _made(self, row: int, index: Any) -> Any:
-        """Make a sample after the front, and store it if there is room. None if the dataset has to make it."""
+        """Make and store a sample after the front. None if the dataset has to make it."""
         before = RandomState.of(self._generators_now())
         try:
             with files_opened() as files:
@@ -183,9 +182,8 @@ class PrefixCache(SampleCache):
         if self._watch is not None and (seen := self._watch.changed_by_samples(files, nearby=True)):
             self._give_up(NotCacheable(f"making dataset[{row}] changes the dataset: {seen}"))
             return sample
-        if not self._table.is_full:
-            with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
-                self._table.put(row, packed((files, index, sample)))
+        with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
+            self._table.put(row, packed((files, index, sample)))
         return sample
 
     def _holds(self, row: int) -> bool:

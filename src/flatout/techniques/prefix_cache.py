@@ -78,7 +78,7 @@ class PrefixCaching(LoaderTechnique):
     name = "prefix_cache"
     number = 13
     title = "decoded samples in memory"
-    expected = "1.5 to 3× for loading"
+    expected = "2× for loading after the first epoch"
     assumes = (SAMPLES_FIXED,)
     rationale = "samples are decoded once, and only their random transforms run in each epoch"
 
