@@ -32,7 +32,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _opened and isinstance(arguments[0], (str, bytes)):
         with suppress(ValueError, OSError):  # the working directory does not exist any more
             path = os.path.abspath(os.fsdecode(arguments[0]))
-            state = state_of(path)  # of the time before it is read: a later change is then seen
+            state = state_of(path)  # before the file is read, so that a change after this is seen
             for files in list(_opened.values()):
                 files.setdefault(path, state)
 
