@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -117,7 +118,7 @@ class Front:
         number, first = cut.rest[0]
         value = cut.value
         yield value
-        for step in self.transforms[number][first : deterministic_steps(self.transforms[number])]:
+        for step in self.transforms[number][first : _deterministic_steps(self.transforms[number])]:
             value = _applied(step, value)
             yield value
 
@@ -242,8 +243,8 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
             made: Any = _with_cuts(value, front, depth - 1)
         elif type(value) is list and value and all(isinstance(each, Dataset) for each in value):  # ConcatDataset
             made = [_with_cuts(each, front, depth - 1) for each in value]
-            made = value if all(map(_is, made, value)) else made
-        elif is_transform(value, name):
+            made = value if all(map(is_, made, value)) else made
+        elif _is_transform(value, name):
             made = _cut_transform(value, front)
         else:
             continue
@@ -256,15 +257,11 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
     return copied
 
 
-def _is(left: Any, right: Any) -> bool:
-    return left is right
-
-
 def _cut_transform(transform: Any, front: Front) -> _CutTransform:
     """Return the cut form of a transform. A transform in two attributes, as in ``VisionDataset``, is cut once."""
-    steps = list(steps_of(transform))
+    steps = list(_steps_of(transform))
     for number, known in enumerate(front.transforms):
-        if len(known) == len(steps) and all(map(_is, known, steps)):
+        if len(known) == len(steps) and all(map(is_, known, steps)):
             return _CutTransform(front, number)
     front.transforms.append(steps)
     front.lengths.append(0)
@@ -272,23 +269,23 @@ def _cut_transform(transform: Any, front: Front) -> _CutTransform:
     return _CutTransform(front, len(front.transforms) - 1)
 
 
-def deterministic_steps(steps: Sequence[Step]) -> int:
+def _deterministic_steps(steps: Sequence[Step]) -> int:
     """Return the number of steps before the first one that may draw random numbers."""
     return next((i for i, step in enumerate(steps) if not _is_deterministic(step)), len(steps))
 
 
-def steps_of(transform: Any) -> Iterator[Step]:
+def _steps_of(transform: Any) -> Iterator[Step]:
     """Yield the steps of a transform, those of nested ``Compose`` objects included."""
     is_sequential = type(transform) is torch.nn.Sequential
     is_compose = type(transform).__name__ == "Compose" and _is_of_library(transform)
     if (is_sequential or is_compose) and not any(getattr(transform, name, None) for name in _HOOKS):
         for step in transform if is_sequential else transform.transforms:
-            yield from steps_of(step)
+            yield from _steps_of(step)
     else:
         yield transform
 
 
-def is_transform(value: Any, name: str) -> bool:
+def _is_transform(value: Any, name: str) -> bool:
     """Return True if an attribute is a transform of torchvision or timm, or a callable that is called a transform."""
     if not callable(value) or isinstance(value, type):
         return False

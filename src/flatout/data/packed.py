@@ -6,7 +6,6 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +47,6 @@ def unpacked(memory: memoryview) -> Any:
         parts.append(memory[begin : begin + size])
         begin += size
     return pickle.loads(parts[0], buffers=parts[1:])
-
-
-def nbytes_of(parts: Sequence[bytes | memoryview]) -> int:
-    """Return the number of bytes of a packed sample."""
-    return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
 
 
 class Pixels:

@@ -31,7 +31,7 @@ from flatout.data.watch import Watch, files_opened, state_of
 _LOOKED_AT = 4
 """Samples, spread over the dataset, that are made in both ways before the cache is used."""
 _SPREAD = (math.sqrt(5) - 1) / 2
-"""Multiples of the golden ratio, without their integers, are spread evenly over [0, 1)."""
+"""Golden ratio. The fractional parts of its multiples are spread evenly over [0, 1)."""
 
 
 class PrefixCache(SampleCache):

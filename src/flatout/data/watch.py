@@ -90,7 +90,7 @@ class Watch:
         self._files |= {path: state_of(path) for path in files if path not in self._files}
 
     def begins_in_worker(self) -> bool:
-        """Return True for the first call in a forked process, which looks for changes of its own copy from then on."""
+        """Return True once in each forked process. From then on, this process watches its own copy of the dataset."""
         if os.getpid() == self._process:
             return False
         self._process = os.getpid()

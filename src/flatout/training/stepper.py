@@ -355,15 +355,6 @@ class Stepper:
             self.abandon()
             self.accumulate, self.micro_batches.size, self.runner = before
 
-    @property
-    def progress(self) -> tuple[int, GradScaler | None]:
-        """Pending batches, and the loss scaler: the state of a training that a ``Snapshot`` does not hold."""
-        return self.pending, self._scaler
-
-    @progress.setter
-    def progress(self, progress: tuple[int, GradScaler | None]) -> None:
-        self.pending, self._scaler = progress
-
     def reset(self) -> None:
         """Discard pending batches, the loss scaler and the times of ranks."""
         self.pending = 0
