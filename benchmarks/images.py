@@ -1,10 +1,10 @@
-"""Comparison of loaders of image files: memory before the random transforms, against DataLoaders with three decoders.
+"""Comparison of loaders of image files: flatout with and without memory, against DataLoaders with three decoders.
 
     pytest benchmarks/images.py -s --full
 
 The files are JPEGs of quality 90 with detail at all scales. All loaders take turns of whole epochs in one process. The
 first turn is the first epoch, in which flatout stores samples. Files are in the page cache, so disks play no part.
-Ratios are medians over turns. torchcodec takes part if it is installed.
+Ratios are medians over turns. simplejpeg is required. torchcodec takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import torch
 from support.scale import scaled
 from torch.utils.data import DataLoader
 
-from flatout.data import PrefixCache
+from flatout.data import NotCacheable, PrefixCache
+from flatout.data.decode import FastDecoding, pixels_of
 
 torchvision = pytest.importorskip("torchvision")
+pytest.importorskip("simplejpeg")
 from PIL import Image  # noqa: E402
 from torchvision import transforms  # noqa: E402
 from torchvision.datasets import ImageFolder  # noqa: E402
@@ -111,7 +113,11 @@ def contenders(folder: Path, pipeline: str) -> Iterator[tuple[str, Iterable[Any]
     """Yield loaders by name. Each kind of dataset has no, one and two workers."""
     steps, of_tensors = PIPELINES[pipeline]()
     plain = ImageFolder(str(folder), transforms.Compose(steps))
-    datasets: dict[str, Callable[[], Any]] = {"PIL": lambda: plain, "flatout": lambda: PrefixCache(plain)}
+    datasets: dict[str, Callable[[], Any]] = {
+        "PIL": lambda: plain,
+        "flatout": lambda: PrefixCache(plain),
+        "nothing stored": lambda: not_stored(plain),
+    }
     if of_tensors is not None:
         composed = v2.Compose(of_tensors)
         datasets["torchvision"] = lambda: ImageFolder(str(folder), composed, loader=read_by_torchvision)
@@ -121,6 +127,18 @@ def contenders(folder: Path, pipeline: str) -> Iterator[tuple[str, Iterable[Any]
         for workers in (0, 1, 2):
             settings = {"num_workers": workers, "persistent_workers": workers > 0}
             yield f"{name}, {workers} workers", DataLoader(make(), BATCH, shuffle=True, **settings)
+
+
+def not_stored(dataset: Any) -> Any:
+    """Return the dataset that flatout makes of one whose samples do not fit in memory."""
+    try:
+        return PrefixCache(dataset, byte_budget=0)
+    except NotCacheable:
+        return FastDecoding(dataset)
+
+
+def best_of(later: dict[str, float], *kinds: str) -> str:
+    return min((name for name in later if name.startswith(kinds)), key=later.__getitem__)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -133,9 +151,8 @@ def test_epochs(benchmark, folders, size, pipeline):
         for each in epochs.values():
             each.run()
     later = {name: statistics.median(each.ms[1:]) for name, each in epochs.items()}
-    ours = min((name for name in later if name.startswith("flatout")), key=later.__getitem__)
-    peer = min((name for name in later if not name.startswith("flatout")), key=later.__getitem__)
-    alone = later["PIL, 0 workers"]
+    ours, not_kept = best_of(later, "flatout"), best_of(later, "nothing stored")
+    peer, alone = best_of(later, "PIL", "torchvision", "torchcodec"), later["PIL, 0 workers"]
     for name, ms in later.items():
         print(
             f"\n{size:10} {pipeline:20} {name:24} {epochs[name].ms[0]:7.2f} ms in the first epoch, {ms:7.2f} later",
@@ -145,10 +162,35 @@ def test_epochs(benchmark, folders, size, pipeline):
         "first epoch": epochs["PIL, 0 workers"].ms[0] / epochs["flatout, 0 workers"].ms[0],
         "one process": alone / later[ours],
         "best other": later[peer] / later[ours],
+        "nothing stored, one process": alone / later[not_kept],
+        "nothing stored, best other": later[peer] / later[not_kept],
     }
     shown = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
     print(f"\n{size:10} {pipeline:20} {ours} against {peer}: {shown}", end="")
     benchmark.extra_info.update(
         {name: round(ratio, 3) for name, ratio in ratios.items()} | {"ours": ours, "peer": peer}
     )
+    benchmark.pedantic(lambda: None, rounds=1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decoders(benchmark, folders, size):
+    """Compare the time to decode a file to bytes."""
+    paths = [str(path) for path in sorted(folders[size].rglob("*.jpg"))[: scaled(100, 4)]]
+    decoders: dict[str, Callable[[str], Any]] = {
+        "PIL": lambda path: np.asarray(Image.open(path).convert("RGB")),
+        "flatout": pixels_of,
+        "torchvision": read_by_torchvision,
+    }
+    if importlib.util.find_spec("torchcodec"):
+        decoders["torchcodec"] = read_by_torchcodec
+    seconds: dict[str, list[float]] = {name: [] for name in decoders}
+    for path in [path for _ in range(TURNS) for path in paths]:
+        for name, decode in decoders.items():
+            begun = time.perf_counter()
+            decode(path)
+            seconds[name].append(time.perf_counter() - begun)
+    ms = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    print("".join(f"\n{size:10} {name:12} {value:6.2f} ms" for name, value in ms.items()), end="")
+    benchmark.extra_info.update({f"against {name}": round(value / ms["flatout"], 3) for name, value in ms.items()})
     benchmark.pedantic(lambda: None, rounds=1)

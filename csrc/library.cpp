@@ -93,11 +93,12 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   m.def(
       "normalize_images(Tensor images, float[] mean, float[] std, ScalarType dtype, bool channels_last) -> "
       "Tensor");
-  // Returns a part of one uint8 image [H, W, C], C 1 or 3, as [C, h, w]. `box` of the image is resized to
-  // `size` by an antialiased bilinear filter, one axis after the other, with the bytes of Pillow. The result
-  // is `window` of it, mirrored if `flip`. Both parts are [top, left, height, width]. With mean and std, the
-  // result is float32, (x / 255 - mean) / std. If both are empty, the result is uint8.
+  // Returns parts of uint8 images [H, W, 3] as one batch [N, 3, height, width]. For each image, `places` has ten
+  // numbers: top, left, height and width of a box, height and width to which an antialiased bilinear filter
+  // resizes the box, with the bytes of Pillow, top and left of a window of the result, then 1 or 0 for a mirrored
+  // window, and for columns that are resized before rows. With mean and std, the batch is float32,
+  // (x / 255 - mean) / std. If both are empty, the batch is uint8.
   m.def(
-      "resample_image(Tensor image, int[] box, int[] size, int[] window, bool flip, bool vertical_first, "
-      "float[] mean, float[] std) -> Tensor");
+      "resample_images(Tensor[] images, int[] places, int height, int width, float[] mean, float[] std) -> "
+      "Tensor");
 }

@@ -1,11 +1,13 @@
-// resample_cpu.cpp: crop, antialiased resize, flip and normalization of one image, in one call.
+// resample_cpu.cpp: crop, antialiased resize, flip and normalization of images, in one call.
 //
 // The bytes after the resize are those of Pillow's bilinear filter. Both use weights of 22 fractional bits,
 // two passes, and bytes between the passes. The floats are those of torchvision's ToTensor and Normalize.
 #include <torch/csrc/stable/library.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <span>
 
 #include "core/cpu.h"
 #include "images/images.h"
@@ -13,10 +15,45 @@
 namespace flatout {
 namespace {
 
-constexpr int kFraction = 22;  // bits of a weight after the point. 8 bits of a byte and 2 bits more fit above
-constexpr int32_t kHalf = 1 << (kFraction - 1);
+static_assert(std::endian::native == std::endian::little, "a pixel is a word whose lowest byte is red");
 
-FLATOUT_HD uint8_t rounded(int32_t sum) { return static_cast<uint8_t>(std::clamp(sum >> kFraction, 0, 255)); }
+constexpr int kFraction = 22;  // bits of a weight after the point. 8 bits of a byte and 2 bits more fit above
+constexpr uint32_t kHalf = 1 << (kFraction - 1);
+constexpr int64_t kChannels = 3;
+
+// Eight pixels, each a word of red, green, blue and an unused byte.
+constexpr int64_t kPixels = 8;
+using Pixels = uint32_t __attribute__((vector_size(4 * kPixels)));
+
+FLATOUT_HD uint32_t word_at(const uint8_t* from) {
+  uint32_t word;
+  std::memcpy(&word, from, sizeof word);
+  return word;
+}
+
+// Weighted sums of the channels of eight pixels. No weight is negative.
+struct Sums {
+  Pixels channels[kChannels];
+
+  FLATOUT_HD Sums() {
+    for (Pixels& sums : channels) sums = Pixels{} + kHalf;
+  }
+
+  FLATOUT_HD void add(const uint32_t* from, uint32_t weight) {
+    Pixels pixels;
+    std::memcpy(&pixels, from, sizeof pixels);
+    for (int64_t c = 0; c < kChannels; ++c) channels[c] += (pixels >> (8 * c) & 255) * weight;
+  }
+
+  FLATOUT_HD void round_to(uint32_t* out) const {
+    Pixels pixels{};
+    for (int64_t c = 0; c < kChannels; ++c) {
+      const Pixels values = channels[c] >> kFraction;
+      pixels |= (values > 255 ? Pixels{} + 255 : values) << (8 * c);
+    }
+    std::memcpy(out, &pixels, sizeof pixels);
+  }
+};
 
 // Pillow's rounding: a half is added, and the result is truncated toward zero.
 inline int64_t rounded_up(double value) {
@@ -24,31 +61,18 @@ inline int64_t rounded_up(double value) {
   return static_cast<int64_t>(shifted);
 }
 
-// Sums of the channels of a pixel, which one instruction updates.
-using Sums = int32_t __attribute__((vector_size(16)));
-
-// The first C of four bytes at `from`, of which all may be read before `end`.
-template <int C>
-FLATOUT_HD Sums load_pixel(const uint8_t* from, const uint8_t* end) {
-  using Bytes = uint8_t __attribute__((vector_size(4)));
-  Bytes bytes{};
-  if (end - from >= 4)
-    std::memcpy(&bytes, from, 4);
-  else
-    std::memcpy(&bytes, from, C);
-  return __builtin_convertvector(bytes, Sums);
-}
-
 // Weights of the inputs that make up each output along one axis. Outputs are those of a window.
 struct Axis {
-  std::vector<int32_t> first, count, weights;
+  std::vector<int32_t> first, count;
+  std::vector<uint32_t> weights;
   int32_t taps;
   bool is_copy;
 
-  Axis(int64_t in, int64_t out, int64_t window_first, int64_t window_size) : is_copy(in == out) {
+  Axis(int64_t in, int64_t out, int64_t window_first, int64_t window_size)
+      : first(window_size), count(window_size), is_copy(in == out) {
     const double scale = static_cast<double>(in) / static_cast<double>(out), width = std::max(scale, 1.0);
     taps = static_cast<int32_t>(std::ceil(width)) * 2 + 1;
-    weights.assign(static_cast<std::size_t>(window_size) * taps, 0);
+    weights.resize(static_cast<std::size_t>(window_size) * taps);
     std::vector<double> exact(taps);
     for (int64_t i = 0; i < window_size; ++i) {
       const double center = (static_cast<double>(window_first + i) + 0.5) * scale;
@@ -59,159 +83,218 @@ struct Axis {
         const double distance = std::abs((static_cast<double>(j) - center + 0.5) * (1.0 / width));
         sum += exact[j - begin] = distance < 1 ? 1 - distance : 0;
       }
-      first.push_back(static_cast<int32_t>(begin));
-      count.push_back(static_cast<int32_t>(end - begin));
+      first[i] = static_cast<int32_t>(begin);
+      count[i] = static_cast<int32_t>(end - begin);
       for (int64_t j = 0; j < end - begin; ++j) {
         const double weight = sum != 0 ? exact[j] / sum : exact[j];
-        weights[i * taps + j] = static_cast<int32_t>(rounded_up(weight * (1 << kFraction)));
+        weights[i * taps + j] = static_cast<uint32_t>(rounded_up(weight * (1 << kFraction)));
       }
     }
   }
 
   [[nodiscard]] int64_t size() const { return static_cast<int64_t>(first.size()); }
+  [[nodiscard]] int64_t end() const { return first.back() + count.back(); }
 };
 
-// Bytes of a crop [rows, columns, C], where its rows begin, and where the image ends.
-struct Crop {
-  const uint8_t* data;
-  int64_t row_bytes;
-  const uint8_t* end;
+// What becomes of one image: a box of it is resized to a size, of which a window is the output.
+struct Place {
+  int64_t top, left, height, width;
+  int64_t resized_height, resized_width;
+  int64_t window_top, window_left;
+  bool flip, vertical_first;
 };
 
-// Resizes a crop. `T` is uint8_t for bytes, or float for values from `table`.
-template <class T, int C>
-struct Resample {
-  Crop crop;
-  const Axis &horizontal, &vertical;
-  const float* table;  // [C][256]
-  bool flip;
-  uint8_t* rows;   // resized rows of the crop, [rows][outputs of a row][C]; one if columns are resized first
-  uint8_t* bytes;  // one row of the crop or of the outputs, whichever is longer
-  int32_t* sums;   // as long as `bytes`
-  T* out;          // [C][outputs of a column][outputs of a row]
+// Memory for one image at a time, kept for the next one.
+struct Scratch {
+  std::vector<uint8_t> last_row;
+  std::vector<uint32_t> rows, line, tile, resized;
+};
 
-  FLATOUT_HD void horizontal_first() const {
-    const int64_t top = vertical.first[0], width = horizontal.size() * C;
-    for (int64_t y = top; y < vertical.first.back() + vertical.count.back(); ++y)
-      resize_row(crop.data + y * crop.row_bytes, crop.end, 0, rows + (y - top) * width);
-    for (int64_t y = 0; y < vertical.size(); ++y) {
-      const uint8_t* first = rows + (vertical.first[y] - top) * width;
-      if (!vertical.is_copy) add_rows(first, width, width, y);
-      write(vertical.is_copy ? first : bytes, y);
-    }
+// Rows of the box of an image. One byte after the last pixel of each row may be read too.
+class Box {
+ public:
+  Box(const uint8_t* image, int64_t height, int64_t width, const Place& place, std::vector<uint8_t>& last_row)
+      : data_(image + (place.top * width + place.left) * kChannels), stride_(width * kChannels) {
+    if (place.top + place.height < height || place.left + place.width < width) return;
+    last_ = place.height - 1;
+    last_row.resize(place.width * kChannels + 1);
+    std::memcpy(last_row.data(), data_ + last_ * stride_, place.width * kChannels);
+    last_row_ = last_row.data();
   }
 
-  FLATOUT_HD void vertical_first() const {
-    const int64_t left = int64_t{horizontal.first[0]} * C;
-    const int64_t width = (horizontal.first.back() + horizontal.count.back()) * int64_t{C} - left;
-    for (int64_t y = 0; y < vertical.size(); ++y) {
-      add_rows(crop.data + vertical.first[y] * crop.row_bytes + left, crop.row_bytes, width, y);
-      resize_row(bytes, bytes + width, horizontal.first[0], rows);
-      write(rows, y);
-    }
-  }
+  FLATOUT_HD const uint8_t* row(int64_t y) const { return y == last_ ? last_row_ : data_ + y * stride_; }
 
  private:
-  // Resizes a row of the crop whose columns before `begin` are left out.
-  FLATOUT_HD void resize_row(const uint8_t* __restrict from, const uint8_t* end, int32_t begin,
-                             uint8_t* __restrict to) const {
-    const int64_t width = horizontal.size();
-    if (horizontal.is_copy) {
-      for (int64_t i = 0; i < width * C; ++i) to[i] = from[int64_t{horizontal.first[0] - begin} * C + i];
-      return;
-    }
-    for (int64_t x = 0; x < width; ++x) {
-      const uint8_t* in = from + int64_t{horizontal.first[x] - begin} * C;
-      const int32_t* weight = &horizontal.weights[x * horizontal.taps];
-      Sums sum{kHalf, kHalf, kHalf, kHalf};
-      for (int32_t j = 0; j < horizontal.count[x]; ++j, in += C) sum += load_pixel<C>(in, end) * weight[j];
-      for (int c = 0; c < C; ++c) to[x * C + c] = rounded(sum[c]);
-    }
-  }
-
-  // Sets `bytes` to the weighted sum of the rows of output `y`, the first of which is `from`.
-  FLATOUT_HD void add_rows(const uint8_t* __restrict from, int64_t row_bytes, int64_t count,
-                           int64_t y) const {
-    const int32_t* weights = &vertical.weights[y * vertical.taps];
-    for (int64_t i = 0; i < count; ++i) sums[i] = kHalf;
-    for (int32_t j = 0; j < vertical.count[y]; ++j) {
-      const int32_t weight = weights[j];
-      const uint8_t* row = from + j * row_bytes;
-      for (int64_t i = 0; i < count; ++i) sums[i] += row[i] * weight;
-    }
-    for (int64_t i = 0; i < count; ++i) bytes[i] = rounded(sums[i]);
-  }
-
-  FLATOUT_HD void write(const uint8_t* __restrict from, int64_t y) const {
-    const int64_t width = horizontal.size();
-    for (int c = 0; c < C; ++c) {
-      T* __restrict to = out + (c * vertical.size() + y) * width;
-      for (int64_t x = 0; x < width; ++x) {
-        const uint8_t byte = from[(flip ? width - 1 - x : x) * C + c];
-        if constexpr (std::is_same_v<T, float>)
-          to[x] = table[256 * c + byte];
-        else
-          to[x] = byte;
-      }
-    }
-  }
+  const uint8_t *data_, *last_row_ = nullptr;
+  int64_t stride_, last_ = -1;
 };
 
-template <class T, int C>
-void run_resample(const Crop& crop, const Axis& horizontal, const Axis& vertical,
-                  const std::vector<float>& table, bool flip, bool vertical_first, T* out) {
-  const int64_t width = horizontal.size() * C;
-  const int64_t height =
-      vertical_first ? 1 : vertical.first.back() + vertical.count.back() - vertical.first[0];
-  std::vector<uint8_t> rows(height * width), bytes(std::max(width, crop.row_bytes));
-  std::vector<int32_t> sums(bytes.size());
-  const Resample<T, C> resample{crop,        horizontal,   vertical,    table.data(), flip,
-                                rows.data(), bytes.data(), sums.data(), out};
+// Resizes eight rows. `tile` holds their pixels [column][row], from column `begin` on, and `resized` the
+// result.
+FLATOUT_HD void resize_tile(const Axis& axis, int64_t begin, const uint32_t* tile, uint32_t* resized) {
+  const int32_t *const first = axis.first.data(), *const count = axis.count.data();
+  const uint32_t* weights = axis.weights.data();
+  for (int64_t x = 0, width = axis.size(); x < width; ++x, weights += axis.taps) {
+    const uint32_t* from = tile + (first[x] - begin) * kPixels;
+    Sums sums;
+    for (int32_t j = 0; j < count[x]; ++j) sums.add(from + j * kPixels, weights[j]);
+    sums.round_to(resized + x * kPixels);
+  }
+}
+
+// Sets `line` to output row `y` of `rows`, the first of which is input row `begin`.
+FLATOUT_HD void add_rows(const Axis& axis, int64_t y, const uint32_t* rows, int64_t begin, int64_t stride,
+                         uint32_t* line) {
+  const uint32_t* const weights = &axis.weights[y * axis.taps];
+  const uint32_t* const from = rows + (axis.first[y] - begin) * stride;
+  const int32_t count = axis.count[y];
+  for (int64_t i = 0; i < stride; i += kPixels) {
+    Sums sums;
+    for (int32_t j = 0; j < count; ++j) sums.add(from + j * stride + i, weights[j]);
+    sums.round_to(line + i);
+  }
+}
+
+inline int64_t in_vectors(int64_t pixels) { return (pixels + kPixels - 1) / kPixels * kPixels; }
+
+// Writes an output row to the planes of `out`, [C][plane]: bytes, or floats that `channels` normalize.
+template <class T>
+FLATOUT_HD void write_row(const uint32_t* __restrict pixels, int64_t width, const Channel* channels, T* out,
+                          int64_t plane) {
+  for (int64_t c = 0; c < kChannels; ++c, out += plane) {
+    const Channel channel = channels[c];
+    T* __restrict to = out;
+    for (int64_t x = 0; x < width; ++x) {
+      const auto value = static_cast<int32_t>(pixels[x] >> (8 * c) & 255);
+      if constexpr (std::is_same_v<T, float>)
+        to[x] = normalize(static_cast<float>(value), channel);
+      else
+        to[x] = static_cast<T>(value);
+    }
+  }
+}
+
+template <class T>
+FLATOUT_HD void resample(const Box& box, const Axis& horizontal, const Axis& vertical, const Place& place,
+                         const Channel* channels, Scratch& scratch, T* out) {
+  const int64_t height = vertical.size(), width = horizontal.size();
+  const int64_t left = horizontal.first[0], columns = horizontal.end() - left;
+  const int64_t top = vertical.first[0], lines = vertical.end() - top;
+  uint32_t *const rows = scratch.rows.data(), *const line = scratch.line.data();
+  uint32_t *const tile = scratch.tile.data(), *const resized = scratch.resized.data();
+  const auto read_row = [&](int64_t y, uint32_t* __restrict to, int64_t step) __attribute__((always_inline)) {
+    const uint8_t* from = box.row(top + y) + left * kChannels;
+    for (int64_t x = 0; x < columns; ++x) to[x * step] = word_at(from + x * kChannels);
+  };
+  const auto write = [&](uint32_t* pixels, int64_t y) __attribute__((always_inline)) {
+    if (place.flip) std::reverse(pixels, pixels + width);
+    write_row(pixels, width, channels, out + y * width, height * width);
+  };
+  // Resizes rows y to y + 7, of which `read` copies one to every eighth word. `use` gets each result.
+  const auto resize_rows = [&](int64_t y, int64_t end, const auto& read, const auto& use)
+                               __attribute__((always_inline)) {
+                                 const int64_t count = std::min(kPixels, end - y);
+                                 for (int64_t r = 0; r < count; ++r) read(y + r, tile + r);
+                                 resize_tile(horizontal, left, tile, resized);
+                                 for (int64_t r = 0; r < count; ++r) use(y + r, resized + r);
+                               };
+  const auto take = [&](const uint32_t* __restrict from, uint32_t* __restrict to)
+                        __attribute__((always_inline)) {
+                          for (int64_t x = 0; x < width; ++x) to[x] = from[x * kPixels];
+                        };
+  if (place.vertical_first) {
+    const int64_t stride = in_vectors(columns);
+    for (int64_t y = 0; y < lines; ++y) read_row(y, rows + y * stride, 1);
+    const auto read = [&](int64_t y, uint32_t* to) __attribute__((always_inline)) {
+      add_rows(vertical, y, rows, top, stride, line);
+      for (int64_t x = 0; x < columns; ++x) to[x * kPixels] = line[x];
+    };
+    const auto use = [&](int64_t y, const uint32_t* from) __attribute__((always_inline)) {
+      take(from, line);
+      write(line, y);
+    };
+    for (int64_t y = 0; y < height; y += kPixels) resize_rows(y, height, read, use);
+    return;
+  }
+  const int64_t stride = in_vectors(width);
+  if (horizontal.is_copy) {
+    for (int64_t y = 0; y < lines; ++y) read_row(y, rows + y * stride, 1);
+  } else {
+    const auto read = [&](int64_t y, uint32_t* to)
+                          __attribute__((always_inline)) { read_row(y, to, kPixels); };
+    const auto use = [&](int64_t y, const uint32_t* from)
+                         __attribute__((always_inline)) { take(from, rows + y * stride); };
+    for (int64_t y = 0; y < lines; y += kPixels) resize_rows(y, lines, read, use);
+  }
+  for (int64_t y = 0; y < height; ++y) {
+    if (!vertical.is_copy) add_rows(vertical, y, rows, top, stride, line);
+    write(vertical.is_copy ? rows + y * stride : line, y);
+  }
+}
+
+// Makes one output [C][height][width].
+template <class T>
+void run_resample(const Tensor& image, const Place& place, int64_t height, int64_t width,
+                  const Channel* channels, Scratch& scratch, T* out) {
+  const Axis vertical(place.height, place.resized_height, place.window_top, height);
+  const Axis horizontal(place.width, place.resized_width, place.window_left, width);
+  const Box box(static_cast<const uint8_t*>(image.const_data_ptr()), image.size(0), image.size(1), place,
+                scratch.last_row);
+  const int64_t longest = in_vectors(std::max(place.width, width));
+  scratch.rows.resize((vertical.end() - vertical.first[0]) * longest);
+  scratch.line.resize(longest);
+  scratch.tile.resize(longest * kPixels);
+  scratch.resized.resize(longest * kPixels);
   run_vectorized([&]() __attribute__((always_inline)) {
-    vertical_first ? resample.vertical_first() : resample.horizontal_first();
+    resample(box, horizontal, vertical, place, channels, scratch, out);
   });
 }
 
-void check_part(const char* name, const std::vector<int64_t>& part, int64_t height, int64_t width) {
-  STD_TORCH_CHECK(part.size() == 4, name, " must be [top, left, height, width], got ", part.size(),
-                  " numbers");
-  STD_TORCH_CHECK(part[0] >= 0 && part[1] >= 0 && part[2] > 0 && part[3] > 0 && part[2] <= height - part[0] &&
-                      part[3] <= width - part[1],
-                  name, " must be within ", height, " x ", width, ", got [", part[0], ", ", part[1], ", ",
-                  part[2], ", ", part[3], "]");
+void check_part(const char* name, int64_t first, int64_t size, int64_t all) {
+  STD_TORCH_CHECK(first >= 0 && size > 0 && size <= all - first, name, " must be within ", all, ", got ",
+                  size, " from ", first);
 }
 
-Tensor resample_image(const Tensor& image, const std::vector<int64_t>& box, const std::vector<int64_t>& size,
-                      const std::vector<int64_t>& window, bool flip, bool vertical_first,
-                      const std::vector<double>& mean, const std::vector<double>& std) {
-  STD_TORCH_CHECK(image.dim() == 3 && image.scalar_type() == ScalarType::Byte && image.is_contiguous(),
-                  "image must be contiguous uint8 of 3 dimensions [H, W, C], got ", image.dim(), " of ",
+Place check_place(const Tensor& image, std::span<const int64_t> values, int64_t height, int64_t width) {
+  STD_TORCH_CHECK(image.dim() == 3 && image.scalar_type() == ScalarType::Byte && image.is_contiguous() &&
+                      image.size(2) == kChannels,
+                  "images must be contiguous uint8 of 3 dimensions [H, W, 3], got ", image.dim(), " of ",
                   torch::headeronly::toString(image.scalar_type()));
-  const int64_t channels = image.size(2);
-  STD_TORCH_CHECK(channels == 1 || channels == 3, "image must have 1 or 3 channels, got ", channels);
-  check_part("box", box, image.size(0), image.size(1));
-  STD_TORCH_CHECK(size.size() == 2 && size[0] > 0 && size[1] > 0 && size[0] <= 1 << 20 && size[1] <= 1 << 20,
-                  "size must be two numbers from 1 to 2^20");
-  check_part("window", window, size[0], size[1]);
+  const Place place{values[0], values[1], values[2], values[3],      values[4],
+                    values[5], values[6], values[7], values[8] != 0, values[9] != 0};
+  check_part("rows of the box", place.top, place.height, image.size(0));
+  check_part("columns of the box", place.left, place.width, image.size(1));
+  STD_TORCH_CHECK(std::max(place.resized_height, place.resized_width) <= 1 << 20,
+                  "the size must be at most 2^20");
+  check_part("rows of the window", place.window_top, height, place.resized_height);
+  check_part("columns of the window", place.window_left, width, place.resized_width);
+  return place;
+}
+
+constexpr std::size_t kNumbers = 10;  // of a place
+
+Tensor resample_images(const std::vector<Tensor>& images, const std::vector<int64_t>& places, int64_t height,
+                       int64_t width, const std::vector<double>& mean, const std::vector<double>& std) {
+  STD_TORCH_CHECK(!images.empty() && places.size() == kNumbers * images.size(), "places must hold ", kNumbers,
+                  " numbers for each of the images, got ", places.size(), " for ", images.size());
+  std::vector<Place> checked;
+  for (std::size_t i = 0; i < images.size(); ++i)
+    checked.push_back(
+        check_place(images[i], std::span(places).subspan(kNumbers * i, kNumbers), height, width));
   const bool is_float = !mean.empty();
-  const std::vector<Channel> constants =
-      is_float ? check_channels(mean, std, channels) : std::vector<Channel>(channels, Channel::of(0, 1));
-  std::vector<float> table;
-  for (const Channel& channel : constants)
-    for (int value = 0; value < 256; ++value) table.push_back(normalize(static_cast<float>(value), channel));
-  const auto* pixels = static_cast<const uint8_t*>(image.const_data_ptr());
-  const int64_t row_bytes = image.size(1) * channels;
-  const Crop crop{pixels + box[0] * row_bytes + box[1] * channels, row_bytes,
-                  pixels + image.size(0) * row_bytes};
-  const Axis vertical(box[2], size[0], window[0], window[2]),
-      horizontal(box[3], size[1], window[1], window[3]);
+  const std::vector<Channel> channels =
+      is_float ? check_channels(mean, std, kChannels) : std::vector<Channel>(kChannels, Channel::of(0, 1));
+  const auto count = static_cast<int64_t>(images.size());
   Tensor out =
-      torch::stable::empty({channels, window[2], window[3]}, is_float ? ScalarType::Float : ScalarType::Byte,
-                           std::nullopt, image.device(), std::nullopt, std::nullopt);
+      torch::stable::empty({count, kChannels, height, width}, is_float ? ScalarType::Float : ScalarType::Byte,
+                           std::nullopt, images[0].device(), std::nullopt, std::nullopt);
   const auto run = [&]<class T>(T* values) {
-    return channels == 1
-               ? run_resample<T, 1>(crop, horizontal, vertical, table, flip, vertical_first, values)
-               : run_resample<T, 3>(crop, horizontal, vertical, table, flip, vertical_first, values);
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      Scratch scratch;
+      for (int64_t i = begin; i < end; ++i)
+        run_resample(images[i], checked[i], height, width, channels.data(), scratch,
+                     values + i * kChannels * height * width);
+    });
   };
   is_float ? run(static_cast<float*>(out.data_ptr())) : run(static_cast<uint8_t*>(out.data_ptr()));
   return out;
@@ -220,4 +303,6 @@ Tensor resample_image(const Tensor& image, const std::vector<int64_t>& box, cons
 }  // namespace
 }  // namespace flatout
 
-STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) { m.impl("resample_image", TORCH_BOX(&flatout::resample_image)); }
+STABLE_TORCH_LIBRARY_IMPL(flatout, CPU, m) {
+  m.impl("resample_images", TORCH_BOX(&flatout::resample_images));
+}

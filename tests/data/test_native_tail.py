@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.core.random_state import RandomState
-from flatout.data.native_tail import is_vertical_first, native_tail
+from flatout.data.native_tail import is_vertical_first, native_tail, run
 
 pytest.importorskip("torchvision")
 from PIL import Image
@@ -20,10 +20,13 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FLOATS = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
 
 
+def place_of(box, size, window, flip=False):
+    return [*box, *size, *window[:2], flip, is_vertical_first(box[2:], size)]
+
+
 def resampled(pixels, box, size, window, flip=False, mean=(), std=()):
-    order = is_vertical_first(box[2:], size)
-    image = torch.from_numpy(pixels)
-    return torch.ops.flatout.resample_image(image, box, size, window, flip, order, list(mean), list(std))
+    place = place_of(box, size, window, flip)
+    return torch.ops.flatout.resample_images([torch.from_numpy(pixels)], place, *window[2:], list(mean), list(std))[0]
 
 
 @given(st.data())
@@ -34,19 +37,18 @@ def test_bytes_and_floats_are_those_of_torchvision(data):
         return [*begins, *sizes]
 
     height, width, *size = (data.draw(st.integers(1, 60)) for _ in range(4))
-    channels, flip = data.draw(st.sampled_from([1, 3])), data.draw(st.booleans())
+    flip = data.draw(st.booleans())
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
-    pixels = generator.integers(0, 256, (height, width, channels), dtype=np.uint8)
+    pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
     if data.draw(st.booleans()):
         pixels = pixels // 128 * 255
     box, window = part_of(height, width), part_of(*size)
-    image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
+    image = Image.fromarray(pixels)
     expected = functional.crop(functional.resized_crop(image, *box, size), *window)
     expected = functional.hflip(expected) if flip else expected
     assert torch.equal(resampled(pixels, box, size, window, flip), functional.pil_to_tensor(expected))
-    mean, std = (MEAN, STD) if channels == 3 else ([0.5], [0.2])
-    floats = functional.normalize(functional.to_tensor(expected), mean, std)
-    assert torch.equal(resampled(pixels, box, size, window, flip, mean, std), floats)
+    floats = functional.normalize(functional.to_tensor(expected), MEAN, STD)
+    assert torch.equal(resampled(pixels, box, size, window, flip, MEAN, STD), floats)
 
 
 TAILS = {
@@ -73,7 +75,7 @@ def test_transforms_have_the_draws_and_bits_of_torchvision(name):
         expected = transforms.Compose(steps)(Image.fromarray(pixels))
         state = RandomState.capture()
         torch.manual_seed(i)
-        assert torch.equal(tail(pixels), expected)
+        assert torch.equal(run([tail.draw(pixels)])[0], expected)
         assert state.moved() is None
 
 
@@ -112,40 +114,53 @@ def test_an_image_that_is_too_small_does_not_fit():
     assert tail.fits(30, 90)
 
 
-GOOD = {"box": [0, 0, 4, 5], "size": [4, 5], "window": [0, 0, 4, 5]}
+def test_images_of_several_sizes_and_tails_run_together():
+    generator = np.random.default_rng(0)
+    tails = [native_tail(TAILS[name]) for name in ("crop", "bytes", "longest")]
+    images = [generator.integers(0, 256, (30 + i, 60 - i, 3), dtype=np.uint8) for i in range(24)]
+    drawn = [tails[i % 3].draw(image) for i, image in enumerate(images)]
+    for result, each in zip(run(drawn), drawn, strict=True):
+        assert torch.equal(result, run([each])[0])
+
+
+GOOD = place_of([0, 0, 4, 5], [4, 5], [0, 0])
+IMAGE = torch.zeros(4, 5, 3, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "match"),
+    ("place", "size", "match"),
     [
-        ({"box": [0, 0, 5, 5]}, "box must be within"),
-        ({"box": [-1, 0, 2, 2]}, "box must be within"),
-        ({"box": [0, 0, 2]}, "box must be"),
-        ({"size": [0, 5]}, "size must be"),
-        ({"size": [4]}, "size must be"),
-        ({"window": [1, 0, 4, 5]}, "window must be within"),
-        ({"window": [0, 0, 0, 5]}, "window must be within"),
-        ({"mean": [0.5], "std": [0.5]}, "mean and std"),
-        ({"mean": [0.5] * 3, "std": [0.0] * 3}, "std"),
+        (place_of([0, 0, 5, 5], [4, 5], [0, 0]), (4, 5), "rows of the box must be within 4"),
+        (place_of([0, 1, 4, 5], [4, 5], [0, 0]), (4, 5), "columns of the box must be within 5"),
+        (place_of([-1, 0, 2, 2], [4, 5], [0, 0]), (4, 5), "rows of the box"),
+        (place_of([0, 0, 2, 0], [4, 5], [0, 0]), (4, 5), "columns of the box"),
+        (place_of([0, 0, 4, 5], [0, 5], [0, 0]), (4, 5), "rows of the window"),
+        (place_of([0, 0, 4, 5], [4, 2**20 + 1], [0, 0]), (4, 5), r"2\^20"),
+        (place_of([0, 0, 4, 5], [4, 5], [1, 0]), (4, 5), "rows of the window"),
+        (GOOD, (4, 0), "columns of the window"),
+        (GOOD[:-1], (4, 5), "10 numbers"),
+        ([], (4, 5), "10 numbers"),
     ],
 )
-def test_wrong_arguments_are_refused(wrong, match):
-    arguments = {"mean": [], "std": []} | GOOD | wrong
-    image = torch.zeros(4, 5, 3, dtype=torch.uint8)
-    parts = [arguments[name] for name in ("box", "size", "window")]
+def test_wrong_places_are_refused(place, size, match):
     with pytest.raises(RuntimeError, match=match):
-        torch.ops.flatout.resample_image(image, *parts, False, False, arguments["mean"], arguments["std"])
+        torch.ops.flatout.resample_images([IMAGE], place, *size, [], [])
+
+
+@pytest.mark.parametrize(("mean", "std"), [([0.5], [0.5]), ([0.5] * 3, [0.0] * 3)])
+def test_wrong_constants_are_refused(mean, std):
+    with pytest.raises(RuntimeError, match="std"):
+        torch.ops.flatout.resample_images([IMAGE], GOOD, 4, 5, mean, std)
 
 
 @pytest.mark.parametrize("image", [torch.zeros(4, 5, 2, dtype=torch.uint8), torch.zeros(4, 5, 3), torch.zeros(4, 5)])
 def test_other_images_are_refused(image):
-    with pytest.raises(RuntimeError, match="image must"):
-        torch.ops.flatout.resample_image(image, *GOOD.values(), False, False, [], [])
+    with pytest.raises(RuntimeError, match="images must"):
+        torch.ops.flatout.resample_images([image], GOOD, 4, 5, [], [])
 
 
 @pytest.mark.parametrize("mean", [[], MEAN])
 def test_the_operator_can_be_traced(mean):
-    image = torch.randint(0, 256, (4, 5, 3), dtype=torch.uint8)
-    torch.library.opcheck(
-        torch.ops.flatout.resample_image.default, (image, *GOOD.values(), True, False, mean, STD if mean else [])
-    )
+    images = [torch.randint(0, 256, (4, 5, 3), dtype=torch.uint8) for _ in range(2)]
+    arguments = (images, [*GOOD, *GOOD], 4, 5, mean, STD if mean else [])
+    torch.library.opcheck(torch.ops.flatout.resample_images.default, arguments)

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import Dataset
 
 from flatout.core.batches import map_tensors
-from flatout.data.native_tail import NativeTail, native_tail
+from flatout.data.decode import pixels_of, why_not_decodable
+from flatout.data.native_tail import Drawn, NativeTail, native_tail, run
 from flatout.data.packed import Pixels
 
 Step = Callable[..., Any]
@@ -71,6 +72,7 @@ class Front:
         lengths: number of steps in the front of each transform.
         tails: native form of the steps after the front of each transform, or None.
         may_catch: True if the dataset may catch an error of a transform: its code has a ``try`` or ``with``.
+        reads_files: True if the copy reads image files for the native forms.
     """
 
     dataset: Any = None
@@ -78,6 +80,7 @@ class Front:
     lengths: list[int] = field(default_factory=list)
     tails: list[NativeTail | None] = field(default_factory=list)
     may_catch: bool = False
+    reads_files: bool = False
     _made: dict[int, int] = field(default_factory=dict)  # cut values of the current sample, by thread
 
     def sample(self, index: Any) -> Any:
@@ -91,6 +94,10 @@ class Front:
 
     def finished(self, sample: Any) -> Any:
         """Run the rest of the transforms, in the order in which the dataset runs them."""
+        return self.run([self.drawn(sample)])[0]
+
+    def drawn(self, sample: Any) -> Any:
+        """Run the rest of the transforms, but for work that draws no more random numbers and that :meth:`run` does."""
         done: dict[int, Any] = {}
         for cut in sorted(cuts_in(sample), key=lambda cut: cut.number):
             if cut.number not in done:
@@ -101,7 +108,20 @@ class Front:
                 return leaf
             return done[leaf.number] if leaf.key is None else done[leaf.number][leaf.key]
 
-        return map_tensors(lambda tensor: tensor, sample, result)
+        return _mapped(result, sample)
+
+    def run(self, samples: list[Any]) -> list[Any]:
+        """Finish the samples of :meth:`drawn`, all at once."""
+        images = {id(image): image for sample in samples for image in leaves_in(sample, Drawn)}
+        if not images:
+            return samples
+        done = dict(zip(images, run(list(images.values())), strict=True))
+        return [_mapped(lambda leaf: done.get(id(leaf), leaf), sample) for sample in samples]
+
+    @property
+    def is_native(self) -> bool:
+        """True if native code makes samples from their files."""
+        return self.reads_files and any(self.tails)
 
     def use_native_code(self) -> bool:
         """Find the native forms. Return True if there are any."""
@@ -127,7 +147,10 @@ class Front:
         if type(value) is Pixels:
             tail = self.tails[cut.rest[0][0]]
             assert tail is not None
-            value, done = tail(value.array), tail.length
+            drawn = tail.draw(value.array)
+            if len(cut.rest) == 1 and cut.rest[0][1] + tail.length == len(self.transforms[cut.rest[0][0]]):
+                return drawn
+            value, done = run([drawn])[0], tail.length
         for number, first in cut.rest:
             begin, done = first + done, 0
             for step in self.transforms[number][begin:]:
@@ -176,6 +199,22 @@ class _CutTransform:
         return self.front._cut(self.number, args, kwargs)
 
 
+@dataclass(frozen=True)
+class _PixelLoader:
+    """Loader of image files of a :class:`Front`, in place of torchvision's. It returns bytes for a native tail."""
+
+    front: Front
+    number: int
+    loader: Callable[[str], Any]
+
+    def __call__(self, path: str) -> Any:
+        tail = self.front.tails[self.number]
+        if tail is not None and not self.front.lengths[self.number] and (pixels := pixels_of(path)) is not None:
+            if tail.fits(*pixels.shape[:2]):
+                return Pixels(pixels)
+        return self.loader(path)
+
+
 _TRY = {dis.opmap[name] for name in ("SETUP_FINALLY", "SETUP_WITH") if name in dis.opmap}
 
 
@@ -197,7 +236,7 @@ def _changed_attributes(holder: Any, copied: Any) -> Iterator[tuple[Any, str, An
     before = vars(holder)
     for name, value in list(vars(copied).items()):
         old = before.get(name)
-        if value is old or type(value) is _CutTransform:
+        if value is old or type(value) in (_CutTransform, _PixelLoader):
             continue
         if isinstance(old, Dataset) or type(old).__qualname__ == "StandardTransform":
             yield from _changed_attributes(old, value)
@@ -221,15 +260,24 @@ def front_of(dataset: Any) -> Front | None:
 
 def cuts_in(sample: Any) -> list[Cut]:
     """Return all cut values in a sample."""
-    found: list[Cut] = []
+    return leaves_in(sample, Cut)
+
+
+def leaves_in(sample: Any, kind: type) -> list[Any]:
+    """Return the leaves of a sample that are of a class, in the order of :func:`map_tensors`."""
+    found: list[Any] = []
 
     def look(leaf: Any) -> Any:
-        if type(leaf) is Cut:
+        if type(leaf) is kind:
             found.append(leaf)
         return leaf
 
-    map_tensors(lambda tensor: tensor, sample, look)
+    _mapped(look, sample)
     return found
+
+
+def _mapped(change: Callable[[Any], Any], sample: Any) -> Any:
+    return map_tensors(lambda tensor: tensor, sample, change)
 
 
 def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
@@ -252,9 +300,23 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
             changed[name] = made
     if not changed:
         return holder
+    if type(changed.get("transform")) is _CutTransform and _is_folder_of_images(holder) and not why_not_decodable():
+        changed["loader"] = _PixelLoader(front, changed["transform"].number, holder.loader)
+        front.reads_files = True
     copied = copy.copy(holder)
     vars(copied).update(changed)
     return copied
+
+
+def _is_folder_of_images(holder: Any) -> bool:
+    """Return True for a dataset of torchvision that gives the images of torchvision's own loader to its transform."""
+    folder = sys.modules.get("torchvision.datasets.folder")
+    return (
+        folder is not None
+        and getattr(type(holder), "__getitem__", None) is folder.DatasetFolder.__getitem__
+        and getattr(holder, "loader", None) in (folder.default_loader, folder.pil_loader)
+        and sys.modules["torchvision"].get_image_backend() == "PIL"
+    )
 
 
 def _cut_transform(transform: Any, front: Front) -> _CutTransform:

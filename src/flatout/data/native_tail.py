@@ -46,11 +46,11 @@ class NativeTail:
                 height, width = move.size
         return min(height, width) > 0
 
-    def __call__(self, pixels: np.ndarray) -> Tensor:
-        """Return the tensor [C, H, W] that the transforms make of an image.
+    def draw(self, pixels: np.ndarray) -> Drawn:
+        """Draw the random numbers of the transforms for an image.
 
         Args:
-            pixels: the image, uint8 [H, W, 3], which ``fits``.
+            pixels: the image, uint8 [H, W, 3], which ``fits``. It must not change until :func:`run`.
         """
         box = [0, 0, *pixels.shape[:2]]
         size, window, flip = box[2:], box, False
@@ -68,9 +68,40 @@ class NativeTail:
             else:
                 part = _center(size, move.size) if kind == "CenterCrop" else move.get_params(_of_size(*size), move.size)
                 window = list(part)
-        image = torch.frombuffer(pixels, dtype=torch.uint8).view(pixels.shape)
-        is_first = is_vertical_first(box[2:], size)
-        return torch.ops.flatout.resample_image(image, box, size, window, flip, is_first, self.mean, self.std)
+        return Drawn(self, pixels, _place(box, size, window, flip), (window[2], window[3]))
+
+
+class Drawn:
+    """Image and drawn numbers of a tail that is still to run. A sample holds it as a leaf.
+
+    Args:
+        tail: the tail.
+        pixels: uint8 [H, W, 3].
+        place: numbers of the image in the operator ``resample_images``.
+        size: height and width of the result.
+    """
+
+    def __init__(self, tail: NativeTail, pixels: np.ndarray, place: list[int], size: tuple[int, int]) -> None:
+        self.tail, self.pixels, self.place, self.size = tail, pixels, place, size
+
+
+def run(images: Sequence[Drawn]) -> list[Tensor]:
+    """Return the tensors [C, H, W] that tails make of their images. All cores work."""
+    results: dict[int, Tensor] = {}
+    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    for i, each in enumerate(images):
+        groups.setdefault((id(each.tail), each.size), []).append(i)
+    for (_, size), members in groups.items():
+        tail, pixels = images[members[0]].tail, [images[i].pixels for i in members]
+        made = torch.ops.flatout.resample_images(
+            [torch.frombuffer(each, dtype=torch.uint8).view(each.shape) for each in pixels],
+            [number for i in members for number in images[i].place],
+            *size,
+            tail.mean,
+            tail.std,
+        )
+        results.update(zip(members, made.unbind(), strict=True))
+    return [results[i] for i in range(len(images))]
 
 
 def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
@@ -120,13 +151,15 @@ def is_pillow_known() -> bool:
     for height, width, *size in _PROBES:
         image = pixels.integers(0, 256, (height, width, 3), dtype=np.uint8)
         expected = np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
-        box = [0, 0, height, width]
-        found = torch.ops.flatout.resample_image(
-            torch.from_numpy(image), box, size, [0, 0, *size], False, is_vertical_first(box[2:], size), [], []
-        )
-        if not np.array_equal(found.permute(1, 2, 0).numpy(), expected):
+        place = _place([0, 0, height, width], size, [0, 0, *size], False)
+        found = torch.ops.flatout.resample_images([torch.from_numpy(image)], place, *size, [], [])
+        if not np.array_equal(found[0].permute(1, 2, 0).numpy(), expected):
             return False
     return True
+
+
+def _place(box: Sequence[int], size: Sequence[int], window: Sequence[int], flip: bool) -> list[int]:
+    return [*box, *size, *window[:2], flip, is_vertical_first(box[2:], size)]
 
 
 def _is_plain(step: Any) -> bool:

@@ -38,6 +38,11 @@ def packed(sample: Any) -> list[bytes | memoryview]:
     return [struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes), written.getvalue(), *values]
 
 
+def bytes_of(sample: Any) -> bytes:
+    """Return the bytes of a sample, of which equal samples have the same."""
+    return b"".join(bytes(part) for part in packed(sample))
+
+
 def unpacked(memory: memoryview) -> Any:
     """Return a new copy of a sample from its bytes."""
     (count,) = _LENGTH.unpack_from(memory)

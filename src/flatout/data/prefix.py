@@ -20,10 +20,11 @@ from flatout.core.random_state import RandomState, generators_in
 from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 from flatout.data.cache import SampleCache
+from flatout.data.decode import FastDecoding
 from flatout.data.front import cuts_in, front_of
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import clone_loader
-from flatout.data.packed import packed, unpacked
+from flatout.data.packed import bytes_of, packed, unpacked
 from flatout.data.samples import NotCacheable
 from flatout.data.table import RaggedTable
 from flatout.data.watch import Watch, files_opened, state_of
@@ -50,6 +51,7 @@ class PrefixCache(SampleCache):
     Args:
         dataset: map-style. Its transforms are attributes of the dataset, or of datasets inside it.
         byte_budget: largest number of bytes of all stored samples together. Default: half of the available memory.
+            With 0, nothing is stored.
 
     Attributes:
         sample_bytes: mean number of bytes of a stored sample.
@@ -67,8 +69,9 @@ class PrefixCache(SampleCache):
         front = front_of(dataset)
         if front is None:
             raise NotCacheable("the dataset has no transform: its samples have no part before one that draws")
-        if hasattr(dataset, "__getitems__") and type(dataset) is not Subset:
-            raise NotCacheable(f"the dataset, a {type(dataset).__name__}, makes several samples at once")
+        inner = dataset.dataset if type(dataset) is FastDecoding else dataset
+        if hasattr(inner, "__getitems__") and type(inner) is not Subset:
+            raise NotCacheable(f"the dataset, a {type(inner).__name__}, makes several samples at once")
         if name := _asks_for_worker(dataset):
             raise NotCacheable(f"the code of {name} has get_worker_info: its samples may depend on the worker")
         self._front = front
@@ -88,7 +91,7 @@ class PrefixCache(SampleCache):
         if seen:
             raise NotCacheable(f"making samples changes the dataset: {seen}")
         self.share = min(1.0, budget / (self.sample_bytes * len(dataset)))
-        if self.share * len(dataset) < 1:
+        if self.share * len(dataset) < 1 and not front.is_native:
             raise NotCacheable(f"a sample takes {self.sample_bytes:,.0f} bytes, the budget is {budget:,}")
         try:
             self._table = RaggedTable(len(dataset), budget)
@@ -117,32 +120,38 @@ class PrefixCache(SampleCache):
         self._rehearsed = share, rows
 
     def __getitem__(self, index: Any) -> Any:
+        return self._front.run([self._drawn(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of many indices. Their random numbers are drawn one sample after the other."""
+        return self._front.run([self._drawn(index) for index in indices])
+
+    def _drawn(self, index: Any) -> Any:
+        """Return a sample whose random numbers are drawn (:meth:`Front.drawn`)."""
         row = self._row(index)
-        if row is not None and self._is_trial:
-            share, rows = self._rehearsed
-            row = rows[row % len(rows)] if _SPREAD * row % 1 < share else None
-            index = index if row is None else row
         if row is None or not self._still_holds(1):
             return self.dataset[index]
-        kept = self._stored(row)
+        is_kept = True
+        if self._is_trial:
+            share, rows = self._rehearsed
+            if is_kept := _SPREAD * row % 1 < share:
+                index = row = rows[row % len(rows)]
+        kept = self._stored(row) if is_kept else None
         # a sample may hold its index, whose type counts
         sample = kept[1] if kept is not None and _kind_of(kept[0]) == _kind_of(index) else None
-        if sample is None and not self._table.is_full and not self._table.has(row):
-            sample = self._made(row, index)
+        has_room = is_kept and not self._table.is_full and not self._table.has(row)
+        if sample is None and (has_room or self._front.is_native):
+            sample = self._made(row, index, has_room)
         if sample is None:
             return self.dataset[index]
         if not self._front.may_catch:
-            return self._front.finished(sample)
+            return self._front.drawn(sample)
         before = RandomState.of(self._generators_now())
         try:
-            return self._front.finished(sample)
+            return self._front.drawn(sample)
         except Exception:  # the dataset handles its error in its own way
             before.restore()
             return self.dataset[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of many indices, one after the other."""
-        return [self[index] for index in indices]
 
     def _generators_now(self) -> list[Any]:
         if self._generators is None:
@@ -162,8 +171,8 @@ class PrefixCache(SampleCache):
         self._table.forget(row)
         return None
 
-    def _made(self, row: int, index: Any) -> Any:
-        """Make and store a sample after the front. None if the dataset has to make it."""
+    def _made(self, row: int, index: Any, has_room: bool) -> Any:
+        """Make a sample after the front, and store it if there is room. None if the dataset has to make it."""
         before = RandomState.of(self._generators_now())
         try:
             with files_opened() as files:
@@ -182,15 +191,16 @@ class PrefixCache(SampleCache):
         if self._watch is not None and (seen := self._watch.changed_by_samples(files, nearby=True)):
             self._give_up(NotCacheable(f"making dataset[{row}] changes the dataset: {seen}"))
             return sample
-        with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
-            self._table.put(row, packed((files, index, sample)))
+        if has_room:
+            with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
+                self._table.put(row, packed((files, index, sample)))
         return sample
 
     def _holds(self, row: int) -> bool:
         """Make a sample again, and return False if another one is in memory, although its files are the same."""
         stored = self._stored(row)
         try:
-            return stored is None or _bytes_of(self._front.sample(stored[0])) == _bytes_of(stored[1])
+            return stored is None or bytes_of(self._front.sample(stored[0])) == bytes_of(stored[1])
         except FileNotFoundError:  # the dataset raises this error when the sample is requested
             return True
 
@@ -244,20 +254,20 @@ class PrefixCache(SampleCache):
         """
         generators = self._generators or []
         before = RandomState.of(generators)
-        stored = _bytes_of(self._sample(row))
+        stored = bytes_of(self._sample(row))
         try:
-            expected = _bytes_of(self.dataset[row])
+            expected = bytes_of(self.dataset[row])
         except NotCacheable:
             raise
         except Exception as error:  # the user's own code, which raises again in the training
             raise NotCacheable(f"dataset[{row}] raised {type(error).__name__}: {error}") from error
         after = RandomState.of(generators)
         before.restore()
-        if stored != _bytes_of(self._sample(row)):
+        if stored != bytes_of(self._sample(row)):
             raise NotCacheable(f"dataset[{row}] gave two different results before its random transforms")
-        _, sample = unpacked(memoryview(bytearray(_bytes_of(({}, self._sample(row))))))
+        _, sample = unpacked(memoryview(bytearray(bytes_of(({}, self._sample(row))))))
         try:
-            finished = _bytes_of(self._front.finished(sample))
+            finished = bytes_of(self._front.finished(sample))
         except Exception as error:
             raise NotCacheable(f"dataset[{row}] in two parts raised {type(error).__name__}: {error}") from error
         if finished != expected or after.moved() is not None:
@@ -285,10 +295,6 @@ def _asks_for_worker(dataset: Any) -> str:
     kinds = dict.fromkeys(type(node) for node in reachable(dataset) if isinstance(node, Dataset))
     asks = (each for each in kinds if "get_worker_info" in named_values(each, "__getitem__")[1])
     return next((each.__name__ for each in asks), "")
-
-
-def _bytes_of(sample: Any) -> bytes:
-    return b"".join(bytes(part) for part in packed(sample))
 
 
 def _values_in(value: Any) -> Iterator[Any]:

@@ -51,15 +51,8 @@ def _normalize_images(
     return torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=memory_format)
 
 
-@torch.library.register_fake("flatout::resample_image")
-def _resample_image(
-    image: Tensor,
-    box: list[int],
-    size: list[int],
-    window: list[int],
-    flip: bool,
-    vertical_first: bool,
-    mean: list[float],
-    std: list[float],
+@torch.library.register_fake("flatout::resample_images")
+def _resample_images(
+    images: list[Tensor], places: list[int], height: int, width: int, mean: list[float], std: list[float]
 ) -> Tensor:
-    return image.new_empty((image.shape[2], *window[2:]), dtype=torch.float32 if mean else torch.uint8)
+    return images[0].new_empty((len(images), 3, height, width), dtype=torch.float32 if mean else torch.uint8)

@@ -26,6 +26,7 @@ from flatout.techniques.criterion import Criterion
 from flatout.techniques.cuda_graph import CudaGraph
 from flatout.techniques.cudnn_benchmark import CudnnBenchmark
 from flatout.techniques.data_parallel import DataParallel
+from flatout.techniques.decode import Decode
 from flatout.techniques.determinism import Determinism
 from flatout.techniques.evaluation import Evaluation
 from flatout.techniques.fused_optimizer import FusedOptimizer
@@ -67,6 +68,7 @@ REGISTRY: tuple[Technique, ...] = (
     GradientBuckets(),
     GradientCompression(),
     InMemory(),
+    Decode(),
     PrefixCaching(),
     Workers(),
     Transforms(),

@@ -51,7 +51,7 @@ class PrefixSource:
         base = base_of(self.loader)
         assert base is not None
         try:
-            cache = PrefixCache(base.dataset, byte_budget=self.budget)
+            cache = PrefixCache(_unstored(base.dataset), byte_budget=self.budget)
         except NotCacheable as error:
             raise NotApplicable(str(error)) from error
         cache.on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, PrefixCaching.name)
@@ -95,7 +95,7 @@ class PrefixCaching(LoaderTechnique):
         base = base_of(job.data.loader)
         if base is None:
             raise NotApplicable(why_not_plain(job.data.loader))
-        if isinstance(job.data.source, InMemoryLoader) or isinstance(base.dataset, SampleCache):
+        if isinstance(job.data.source, InMemoryLoader) or isinstance(_unstored(base.dataset), SampleCache):
             raise NotApplicable("the samples are in memory, ready made")
         if is_seeded(job.data.loader):
             raise NotApplicable("each sample has its own seed")
@@ -121,6 +121,11 @@ class PrefixCaching(LoaderTechnique):
     def found(self, candidate: PrefixSource) -> str:
         """Return how many samples fit."""
         return candidate.reason
+
+
+def _unstored(dataset: Any) -> Any:
+    """Return the dataset of a cache that stores nothing, which the technique "decode" makes."""
+    return dataset.dataset if isinstance(dataset, PrefixCache) and not dataset.share else dataset
 
 
 def _epochs(job: Job) -> float:
