@@ -140,7 +140,7 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 
 ELSEWHERE = {
     *("tf32", "cudnn_benchmark", "cuda_graph", "static_graph", "gradient_buckets", "gradient_compression"),
-    "prefix_cache",
+    *("prefix_cache", "decode"),
 }
 """Techniques that need a GPU, several ranks, or a dataset with a transform."""
 

@@ -1,4 +1,4 @@
-"""JPEG files decoded by simplejpeg in place of Pillow: the same images, errors and attributes."""
+"""Image files decoded by simplejpeg in place of Pillow: the same samples, errors, warnings and draws."""
 
 from __future__ import annotations
 
@@ -9,35 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from flatout.core.random_state import RandomState
-from flatout.data import PrefixCache
-from flatout.data.decode import FastDecoding, decoded_files, pixels_of, why_not_decodable
+from flatout.data import NotCacheable, PrefixCache
+from flatout.data.decode import pixels_of, why_not_decodable
 from flatout.data.packed import bytes_of
 
 pytest.importorskip("torchvision")
 simplejpeg = pytest.importorskip("simplejpeg")
-from PIL import Image, ImageFile, JpegImagePlugin
+# ruff: noqa: E402
+from PIL import Image, ImageFile
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 DRAWS = [transforms.RandomResizedCrop(16), transforms.RandomHorizontalFlip()]
 FLOATS = [transforms.ToTensor(), transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
-
-
-class Files(Dataset):
-    """Images of files, as people open them."""
-
-    def __init__(self, paths, convert="RGB"):
-        self.paths, self.convert = paths, convert
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, index):
-        image = Image.open(self.paths[index])
-        return image.convert(self.convert) if self.convert else image
 
 
 def jpeg(seed=0, size=(40, 30), mode="RGB", **settings):
@@ -58,20 +45,7 @@ def result_of(dataset, index):
     return result, sorted({(each.category, str(each.message)) for each in seen}, key=str)
 
 
-@pytest.fixture
-def decoded(monkeypatch):
-    """Return a list, to which each call of simplejpeg adds its result."""
-    results, decode = [], simplejpeg.decode_jpeg
-
-    def noted(*arguments):
-        results.append(decode(*arguments))
-        return results[-1]
-
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", noted)
-    return results
-
-
-def test_two_thousand_files_have_the_bits_of_pillow(tmp_path, decoded):
+def test_two_thousand_files_have_the_bits_of_pillow(tmp_path):
     generator = np.random.default_rng(0)
     path = tmp_path / "image.jpg"
     for i in range(2000):
@@ -84,12 +58,18 @@ def test_two_thousand_files_have_the_bits_of_pillow(tmp_path, decoded):
         }
         path.write_bytes(jpeg(i, tuple(generator.integers(1, 70, 2)), **settings))
         with Image.open(path) as image:
-            expected = np.asarray(image.convert("RGB"))
-        decoded.clear()
-        found = FastDecoding(Files([path]))[0]
-        assert len(decoded) == 1, settings
-        assert np.array_equal(np.asarray(found), expected), settings
-        assert np.array_equal(pixels_of(str(path)), expected), settings
+            assert np.array_equal(pixels_of(str(path)), np.asarray(image.convert("RGB"))), settings
+
+
+def test_decoders_that_differ_are_refused(monkeypatch):
+    assert why_not_decodable() == ""
+    decode = simplejpeg.decode_jpeg
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda data, *args: decode(data, *args, fastupsample=True))
+    why_not_decodable.cache_clear()
+    try:
+        assert "different images" in why_not_decodable()
+    finally:
+        why_not_decodable.cache_clear()
 
 
 def odd_files(folder: Path):
@@ -139,78 +119,6 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_odd_files_give_the_sample_or_the_error_of_pillow(folder):
-    paths = [*sorted(folder.iterdir()), folder / "vanished.jpg"]
-    for convert in ("RGB", "L", ""):
-        dataset = Files(paths, convert)
-        for i, path in enumerate(paths):
-            assert result_of(FastDecoding(dataset), i) == result_of(dataset, i), (path.name, convert)
-
-
-def test_truncated_files_are_decoded_as_pillow_is_told(folder, monkeypatch):
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    dataset = Files([folder / "truncated.jpg", folder / "damaged.jpg"])
-    for i in range(2):
-        assert result_of(FastDecoding(dataset), i) == result_of(dataset, i)
-
-
-def test_a_large_image_warns_as_by_pillow(folder, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    dataset = Files([folder / "orientation.jpg"])
-    expected = result_of(dataset, 0)
-    assert expected[1]
-    assert result_of(FastDecoding(dataset), 0) == expected
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    assert result_of(FastDecoding(dataset), 0) == result_of(dataset, 0)
-
-
-def test_an_image_keeps_its_attributes(folder):
-    path = folder / "comment and dpi.jpg"
-    with Image.open(path) as expected:
-        expected.load()
-        found = FastDecoding(Files([path], ""))[0]
-        with decoded_files() as files:
-            found.load()
-        assert files  # Image.open is lazy, so this one is decoded outside of the dataset
-        assert (found.mode, found.size, found.info, found.format) == (
-            expected.mode,
-            expected.size,
-            expected.info,
-            expected.format,
-        )
-
-
-class Drafts(Files):
-    def __getitem__(self, index):
-        image = Image.open(self.paths[index])
-        image.draft("RGB", (20, 15))
-        return image.convert("RGB")
-
-
-def test_a_draft_is_decoded_by_pillow(folder, decoded):
-    dataset = Drafts([folder / "comment and dpi.jpg"])
-    assert result_of(FastDecoding(dataset), 0) == result_of(dataset, 0)
-    assert not decoded
-
-
-def test_pillow_decodes_again_after_each_sample(folder):
-    load = JpegImagePlugin.JpegImageFile.load
-    FastDecoding(Files([folder / "orientation.jpg"]))[0]
-    assert JpegImagePlugin.JpegImageFile.load is load
-    assert "load" not in vars(JpegImagePlugin.JpegImageFile)
-
-
-def test_decoders_that_differ_are_refused(monkeypatch):
-    assert why_not_decodable() == ""
-    decode = simplejpeg.decode_jpeg
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda data, *args: decode(data, *args, fastupsample=True))
-    why_not_decodable.cache_clear()
-    try:
-        assert "different images" in why_not_decodable()
-    finally:
-        why_not_decodable.cache_clear()
-
-
 @pytest.fixture
 def images(tmp_path):
     for i in range(12):
@@ -257,3 +165,45 @@ def test_files_that_become_odd_give_the_samples_and_errors_of_pillow(folder, tmp
         torch.manual_seed(i)
         assert result_of(cache, i) == expected, changed.name
         assert after.moved() is None
+
+
+def test_settings_of_pillow_count(images, folder, monkeypatch):
+    dataset = ImageFolder(str(images), transforms.Compose([*DRAWS, *FLOATS]))
+    cache = PrefixCache(dataset, byte_budget=0)
+    path = Path(dataset.samples[0][0])
+    path.write_bytes((folder / "truncated.jpg").read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        torch.manual_seed(0)
+        expected = result_of(dataset, 0)
+        torch.manual_seed(0)
+        assert result_of(cache, 0) == expected
+    path.write_bytes(jpeg(0, (60, 60)))
+    for limit in (3000, 1000):  # a warning, and an error
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        torch.manual_seed(0)
+        expected = result_of(dataset, 0)
+        torch.manual_seed(0)
+        assert result_of(cache, 0) == expected
+        assert expected[1] or expected[0][0] is Image.DecompressionBombError
+
+
+class Own(ImageFolder):
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image, target, self.loader(self.samples[index][0]).size
+
+
+OTHERS = {
+    "an own loader": lambda folder, steps: ImageFolder(folder, steps, loader=lambda path: Image.open(path)),
+    "an own dataset": Own,
+    "an own transform": lambda folder, steps: ImageFolder(folder, lambda image: steps(image)),
+    "other transforms": lambda folder, _: ImageFolder(folder, transforms.Compose([transforms.ColorJitter(), *FLOATS])),
+    "no transform": lambda folder, _: ImageFolder(folder),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_datasets_are_refused(images, name):
+    with pytest.raises(NotCacheable):
+        PrefixCache(OTHERS[name](str(images), transforms.Compose([*DRAWS, *FLOATS])), byte_budget=0)

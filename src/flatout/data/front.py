@@ -72,7 +72,7 @@ class Front:
         lengths: number of steps in the front of each transform.
         tails: native form of the steps after the front of each transform, or None.
         may_catch: True if the dataset may catch an error of a transform: its code has a ``try`` or ``with``.
-        reads_files: True if the copy reads image files for the native forms.
+        why_not_read: reason why the copy does not read image files for the native forms; empty if it does.
     """
 
     dataset: Any = None
@@ -80,7 +80,7 @@ class Front:
     lengths: list[int] = field(default_factory=list)
     tails: list[NativeTail | None] = field(default_factory=list)
     may_catch: bool = False
-    reads_files: bool = False
+    why_not_read: str = "the dataset is no ImageFolder of torchvision with torchvision's own loader"
     _made: dict[int, int] = field(default_factory=dict)  # cut values of the current sample, by thread
 
     def sample(self, index: Any) -> Any:
@@ -121,7 +121,7 @@ class Front:
     @property
     def is_native(self) -> bool:
         """True if native code makes samples from their files."""
-        return self.reads_files and any(self.tails)
+        return not self.why_not_read and any(self.tails)
 
     def use_native_code(self) -> bool:
         """Find the native forms. Return True if there are any."""
@@ -209,10 +209,10 @@ class _PixelLoader:
 
     def __call__(self, path: str) -> Any:
         tail = self.front.tails[self.number]
-        if tail is not None and not self.front.lengths[self.number] and (pixels := pixels_of(path)) is not None:
-            if tail.fits(*pixels.shape[:2]):
-                return Pixels(pixels)
-        return self.loader(path)
+        pixels = None if tail is None or self.front.lengths[self.number] else pixels_of(path)
+        if tail is None or pixels is None or not tail.fits(*pixels.shape[:2]):
+            return self.loader(path)
+        return Pixels(pixels)
 
 
 _TRY = {dis.opmap[name] for name in ("SETUP_FINALLY", "SETUP_WITH") if name in dis.opmap}
@@ -300,9 +300,10 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
             changed[name] = made
     if not changed:
         return holder
-    if type(changed.get("transform")) is _CutTransform and _is_folder_of_images(holder) and not why_not_decodable():
-        changed["loader"] = _PixelLoader(front, changed["transform"].number, holder.loader)
-        front.reads_files = True
+    if type(changed.get("transform")) is _CutTransform and _is_folder_of_images(holder):
+        front.why_not_read = why_not_decodable()
+        if not front.why_not_read:
+            changed["loader"] = _PixelLoader(front, changed["transform"].number, holder.loader)
     copied = copy.copy(holder)
     vars(copied).update(changed)
     return copied

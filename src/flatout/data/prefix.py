@@ -20,7 +20,6 @@ from flatout.core.random_state import RandomState, generators_in
 from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 from flatout.data.cache import SampleCache
-from flatout.data.decode import FastDecoding
 from flatout.data.front import cuts_in, front_of
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import clone_loader
@@ -69,9 +68,8 @@ class PrefixCache(SampleCache):
         front = front_of(dataset)
         if front is None:
             raise NotCacheable("the dataset has no transform: its samples have no part before one that draws")
-        inner = dataset.dataset if type(dataset) is FastDecoding else dataset
-        if hasattr(inner, "__getitems__") and type(inner) is not Subset:
-            raise NotCacheable(f"the dataset, a {type(inner).__name__}, makes several samples at once")
+        if hasattr(dataset, "__getitems__") and type(dataset) is not Subset:
+            raise NotCacheable(f"the dataset, a {type(dataset).__name__}, makes several samples at once")
         if name := _asks_for_worker(dataset):
             raise NotCacheable(f"the code of {name} has get_worker_info: its samples may depend on the worker")
         self._front = front
@@ -91,7 +89,9 @@ class PrefixCache(SampleCache):
         if seen:
             raise NotCacheable(f"making samples changes the dataset: {seen}")
         self.share = min(1.0, budget / (self.sample_bytes * len(dataset)))
-        if self.share * len(dataset) < 1 and not front.is_native:
+        if not budget and not front.is_native:
+            raise NotCacheable(front.why_not_read or "no native code makes the samples' transforms")
+        if budget and self.share * len(dataset) < 1:
             raise NotCacheable(f"a sample takes {self.sample_bytes:,.0f} bytes, the budget is {budget:,}")
         try:
             self._table = RaggedTable(len(dataset), budget)

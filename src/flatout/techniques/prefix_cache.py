@@ -32,13 +32,23 @@ _REHEARSED = 2
 
 @dataclass
 class PrefixSource:
-    """User's loader, over a dataset that keeps the front of its samples in memory."""
+    """User's loader, over a :class:`PrefixCache`.
 
+    Args:
+        technique: name of the technique.
+        loader: loader with a base (``base_of``).
+        epochs: expected number of epochs.
+        budget: bytes of all stored samples together.
+        breaks: receives a change of the dataset that ends the cache.
+        label: name in the report.
+    """
+
+    technique: str
     loader: Any
     epochs: float
     budget: int
     breaks: Breaks
-    label: str = "stored before the first draw"
+    label: str
     value: Any = True
     reason: str = ""
 
@@ -54,7 +64,9 @@ class PrefixSource:
             cache = PrefixCache(_unstored(base.dataset), byte_budget=self.budget)
         except NotCacheable as error:
             raise NotApplicable(str(error)) from error
-        cache.on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, PrefixCaching.name)
+        cache.on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, self.technique)
+        if not self.budget:
+            return check_epochs(clone_loader(self.loader, dataset=cache))
         cache.rehearse(cache.share * (1 - 1 / self.epochs), _REHEARSED * (base.batch_size or 1))
         self.reason = (
             f"{cache.share:.0%} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. The first of "
@@ -116,7 +128,9 @@ class PrefixCaching(LoaderTechnique):
         """Return the loader, also if the dataset could change without being seen."""
         budget = available_memory() // (2 * job.spec.ranks.size)
         loader = job.data.source if base_of(job.data.source) is not None else job.data.loader
-        return PrefixSource(loader, max(1.0, _epochs(job)), budget, job.breaks)
+        return PrefixSource(
+            self.name, loader, max(1.0, _epochs(job)), budget, job.breaks, "stored before the first draw"
+        )
 
     def found(self, candidate: PrefixSource) -> str:
         """Return how many samples fit."""
