@@ -2,11 +2,11 @@
 
     FLATOUT_BENCH_BASE=/earlier/.venv/bin/python pytest benchmarks/against_commit.py -s --full
 
-FLATOUT_BENCH_BASE is an interpreter that imports the earlier flatout, with the same torch. The benchmark runs the six
+FLATOUT_BENCH_BASE is an interpreter that imports the earlier flatout, with the same torch. The benchmark runs the seven
 jobs of benchmarks/optimize.py. Both commits tune the same job, each in a separate process with empty caches. Then their
 loops take turns of a second. The order of the two tunings is random for each job.
 
-Goals: the interval of the ratio reaches 1.0 on each job. Tuning of all six jobs takes 81 s, half of the 163 s of
+Goals: the interval of the ratio reaches 1.0 on each job. Tuning of all jobs takes 81 s, half of what six took in
 benchmarks/results/optimize.json of 2026-11-22.
 """
 

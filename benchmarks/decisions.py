@@ -37,7 +37,9 @@ VALUES = {
 COMBINED = {name: VALUES[name] for name in scaled(list(VALUES), ["fused_optimizer", "in_memory"])}
 """Techniques of the combinations."""
 
-APART = dict.fromkeys(("compile", "torchscript", "workers", "cuda_graph", *(VALUES.keys() - COMBINED)), False)
+APART = dict.fromkeys(
+    ("compile", "torchscript", "workers", "decode", "prefix_cache", "cuda_graph", *(VALUES.keys() - COMBINED)), False
+)
 """Techniques that no combination has."""
 
 BUDGET = scaled(60.0, 3.0)

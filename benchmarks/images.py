@@ -22,8 +22,8 @@ import torch
 from support.scale import scaled
 from torch.utils.data import DataLoader
 
-from flatout.data import NotCacheable, PrefixCache
-from flatout.data.decode import FastDecoding, pixels_of
+from flatout.data import PrefixCache
+from flatout.data.decode import pixels_of
 
 torchvision = pytest.importorskip("torchvision")
 pytest.importorskip("simplejpeg")
@@ -116,7 +116,7 @@ def contenders(folder: Path, pipeline: str) -> Iterator[tuple[str, Iterable[Any]
     datasets: dict[str, Callable[[], Any]] = {
         "PIL": lambda: plain,
         "flatout": lambda: PrefixCache(plain),
-        "nothing stored": lambda: not_stored(plain),
+        "nothing stored": lambda: PrefixCache(plain, byte_budget=0),
     }
     if of_tensors is not None:
         composed = v2.Compose(of_tensors)
@@ -127,14 +127,6 @@ def contenders(folder: Path, pipeline: str) -> Iterator[tuple[str, Iterable[Any]
         for workers in (0, 1, 2):
             settings = {"num_workers": workers, "persistent_workers": workers > 0}
             yield f"{name}, {workers} workers", DataLoader(make(), BATCH, shuffle=True, **settings)
-
-
-def not_stored(dataset: Any) -> Any:
-    """Return the dataset that flatout makes of one whose samples do not fit in memory."""
-    try:
-        return PrefixCache(dataset, byte_budget=0)
-    except NotCacheable:
-        return FastDecoding(dataset)
 
 
 def best_of(later: dict[str, float], *kinds: str) -> str:

@@ -2,7 +2,7 @@
 
     pytest benchmarks/optimize.py -s --full
 
-The benchmark compares loops on six jobs: a naive loop, an expert's loop, Lightning Fabric, accelerate, and flatout.
+The benchmark compares loops on seven jobs: a naive loop, an expert's loop, Lightning Fabric, accelerate, and flatout.
 Fabric and accelerate use the expert's flags and the better of 0 and 2 workers. flatout decides without flags. Each loop
 has a separate process, and all loops take turns of a second. Goals: at least 1.0 times the speed of the best other loop
 on each job, 1.05 in the geometric mean, and twice the speed of the naive loop.

@@ -2,7 +2,7 @@
 
     pytest benchmarks/warm_start.py -s --full
 
-The benchmark runs the six jobs of benchmarks/optimize.py. A first start of each job fills the caches of flatout and of
+The benchmark runs all jobs of benchmarks/optimize.py. A first start of each job fills the caches of flatout and of
 torch's compiler. Then starts in new processes take turns: ``optimize`` with the cached plan, and the first step of a
 loop in plain torch. This loop applies the plan's decisions by hand: bf16, compilation of model and loss, channels_last,
 and the attention kernel. Each side has separate caches on disk.

@@ -113,6 +113,22 @@ def test_images_resume(tmp_path: Path) -> None:
     assert has_receipt(second)
 
 
+@pytest.mark.slow
+def test_image_folder(tmp_path: Path) -> None:
+    """Losses do not depend on what the loader keeps in memory."""
+    needs("torchvision")
+    size = ("--images", "64", "--epochs", "2", "--batch-size", "16", "--size", "32", "--model", "shufflenet_v2_x0_5")
+    plain = ran(tmp_path, "images.py", *size, **ON_CPU)
+    losses = plain.figures(r"epoch \d: loss")
+    assert len(set(losses)) == 2
+    script = (EXAMPLES / "images.py").read_text(encoding="utf-8")
+    forced = 'techniques={"prefix_cache": True}, expected_steps'
+    (tmp_path / "images.py").write_text(script.replace("expected_steps", forced), encoding="utf-8")
+    kept = ran(tmp_path, str(tmp_path / "images.py"), *size, **ON_CPU)
+    assert kept.figures(r"epoch \d: loss") == losses
+    assert has_receipt(kept)
+
+
 def updates(output: str) -> tuple[int, int]:
     """Return the number of updates in a process, and with those of earlier processes."""
     ((here, total),) = re.findall(r"(\d+) of (\d+) updates", output)

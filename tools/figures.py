@@ -25,6 +25,7 @@ JOBS = {
     "digits_cnn": "digits CNN",
     "byte_gpt": "byte-level GPT",
     "resnet": "ResNet-18, 64×64 bytes",
+    "resnet_files": "ResNet-18, JPEG files",
     "bert_tiny": "BERT-tiny",
     "tabular": "tabular perceptron",
     "digits": "digits CNN",

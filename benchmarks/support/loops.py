@@ -79,9 +79,15 @@ def naive_steps(job: Any, model: nn.Module, optimizer: torch.optim.Optimizer, lo
 def expert(job: Job, flags: Flags) -> Iterator[int]:
     """Train by hand in plain torch, with data on the device and a fused optimizer, and without reading the loss.
 
-    Batches are drawn by index. Model and loss are compiled as one.
+    Batches are drawn by index. Two workers make batches of samples that draw random numbers. Model and loss are
+    compiled as one.
     """
     step = expert_step(job, flags, *model_and_optimizer(job, flags))
+    loader = _loader(job, 2)
+    while job.draws:
+        for batch in loader:
+            step(moved(batch))
+            yield size_of(batch)
     columns = _columns(job)
     count = len(next(iter(columns.values())))
     while True:

@@ -1,11 +1,17 @@
-"""Six jobs of benchmarks/optimize.py."""
+"""Seven jobs of benchmarks/optimize.py."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,13 +26,14 @@ class Job:
 
     Attributes:
         name: name in the benchmark.
-        dataset: map-style dataset in memory. Its samples are pairs or mappings of tensors.
+        dataset: map-style dataset. Its samples are pairs or mappings of tensors.
         batch_size: samples per step.
         model: makes a newly initialized model on the CPU.
         optimizer: class of the optimizer in torch.
         lr: learning rate.
         loss_fn: ``(output, target) -> scalar`` for pairs; None if the model's output has ``.loss``.
         attends: True if the model has attention, for which there are several kernels.
+        draws: True if samples draw random numbers, so that each epoch makes them again.
     """
 
     name: str
@@ -37,6 +44,7 @@ class Job:
     lr: float = 1e-3
     loss_fn: Callable[[Any, Tensor], Tensor] | None = functional.cross_entropy
     attends: bool = False
+    draws: bool = False
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch on the model's device."""
@@ -121,6 +129,35 @@ def resnet(samples: int = 2048, batch_size: int = 32) -> Job:
     return Job("ResNet-18", TensorDataset(images, labels), batch_size, net, torch.optim.SGD, lr=0.01)
 
 
+@functools.cache
+def image_files(samples: int) -> str:
+    """Return a folder of JPEG files of 500 x 375 pixels in two class folders, with detail at all scales."""
+    from PIL import Image
+
+    folder, generator = Path(tempfile.mkdtemp(prefix="flatout-images-")), np.random.default_rng(0)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for i in range(samples):
+        coarse = Image.fromarray(generator.integers(0, 255, (46, 62, 3), dtype=np.uint8))
+        pixels = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (pixels + generator.integers(-20, 20, pixels.shape)).clip(0, 255).astype(np.uint8)
+        (folder / str(i % 2)).mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / str(i % 2) / f"{i:04}.jpg", quality=90)
+    return str(folder)
+
+
+def resnet_files(samples: int = 512, batch_size: int = 32) -> Job:
+    """Return ResNet-18 on crops of 64 x 64 pixels of JPEG files."""
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+    from torchvision.models import resnet18
+
+    draws = [transforms.RandomResizedCrop(64), transforms.RandomHorizontalFlip()]
+    floats = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    dataset = ImageFolder(image_files(samples), transforms.Compose(draws + floats))
+    net = lambda: resnet18(num_classes=2)  # noqa: E731
+    return Job("ResNet-18 on files", dataset, batch_size, net, torch.optim.SGD, lr=0.01, draws=True)
+
+
 def bert_tiny() -> Job:
     """Return BERT-tiny (2 layers, 128 features) as a classifier."""
     from transformers import BertConfig, BertForSequenceClassification
@@ -142,4 +179,4 @@ def tabular() -> Job:
     return Job("tabular MLP", TensorDataset(x, y), 1024, layers)
 
 
-JOBS = {make.__name__: make for make in (seed_mlp, digits_cnn, byte_gpt, resnet, bert_tiny, tabular)}
+JOBS = {make.__name__: make for make in (seed_mlp, digits_cnn, byte_gpt, resnet, resnet_files, bert_tiny, tabular)}
