@@ -136,4 +136,4 @@ def test_the_rule_knows_the_noise_of_each_measurement(monkeypatch: pytest.Monkey
     gain = Gain(1.04, 1.03, 1.05)
     quiet, noisy = (replace(trial(gain), noise=noise) for noise in (0.02, 0.2))
     assert [earns(quiet), earns(noisy)] == [True, False]
-    assert "10%" in row_of(ROW, [noisy], None).why
+    assert "10 %" in row_of(ROW, [noisy], None).why

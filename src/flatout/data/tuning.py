@@ -263,7 +263,7 @@ class _SettingsSearch:
         by_shared = int((shared / 2 - given) / ahead) if ahead and shared < math.inf else by_cores
         by_memory = int((memory / 2 - given) / (each + ahead))
         bounds = (
-            _Bound(by_cores, f"each keeps {busy:.0%} of a core busy, and there are {cores}"),
+            _Bound(by_cores, f"each keeps {formatting.share(busy)} of a core busy, and there are {cores}"),
             _Bound(
                 max(0, by_shared),
                 f"each has {ahead / _MIB:.1f} MiB of batches ahead, and {shared / _MIB:.1f} MiB of /dev/shm are free",
@@ -373,10 +373,9 @@ class _SettingsSearch:
         else:
             parts.append(self._rate(chosen, load, step))
             if self._step_time:
-                waiting = (
-                    f"without workers a batch takes {load} and steps wait {tuned.stall_without_workers:.0%} of the time"
-                )
-                parts.append(waiting + ("" if tuned.stall is None else f", with them {tuned.stall:.1%}"))
+                stalled = formatting.share(tuned.stall_without_workers)
+                waiting = f"without workers a batch takes {load} and steps wait {stalled} of the time"
+                parts.append(waiting + ("" if tuned.stall is None else f", with them {formatting.share(tuned.stall)}"))
             if tuned.prefetch_factor != (self._loader.prefetch_factor or PREFETCH):
                 parts.append(f"each is {tuned.prefetch_factor} batches ahead, because batch times vary")
         if self._failure:

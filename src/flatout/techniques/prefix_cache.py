@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flatout.core import formatting
 from flatout.core.breaks import Breaks
 from flatout.core.machine import available_memory
 from flatout.data import NotCacheable, clone_loader
@@ -69,8 +70,8 @@ class PrefixSource:
             return check_epochs(clone_loader(self.loader, dataset=cache))
         cache.rehearse(cache.share * (1 - 1 / self.epochs), _REHEARSED * (base.batch_size or 1))
         self.reason = (
-            f"{cache.share:.0%} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. The first of "
-            f"{self.epochs:,.1f} epochs stores them"
+            f"{formatting.share(cache.share)} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. "
+            f"The first of {self.epochs:,.1f} epochs stores them"
         )
         return check_epochs(clone_loader(self.loader, dataset=cache))
 

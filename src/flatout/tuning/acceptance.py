@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from flatout.core import formatting
 from flatout.report.model import Gain, Row, Trial
 
 KEEP_ABOVE = 1.01
@@ -34,11 +35,12 @@ Verdict = Literal["faster", "not faster", "undecided"]
 def limits(noise: float | None, *, has_other_merits: bool = False) -> tuple[float, float]:
     """Return the speed above which a candidate is kept, and the speed below which it is not worth more pairs.
 
-    Every decision about a candidate asks this function.
+    Every decision about a candidate asks this function. The second limit must not be below the first, so that no gain
+    can meet both.
 
     Args:
-        noise: noise floor of the measurement, as ``Trial.noise``; None if unknown. Today's limits are the same for any
-            noise, because the interval of the gain contains the noise.
+        noise: noise floor of the measurement, one standard deviation as in ``Trial.noise``; None if unknown. Today's
+            limits are the same for any noise, because the interval of the gain contains the noise.
         has_other_merits: True if being no slower is enough, because the candidate saves memory or cores.
     """
     return (NO_SLOWER, 1.0) if has_other_merits else (KEEP_ABOVE, DROP_BELOW)
@@ -100,7 +102,7 @@ def row_of(row: Row, trials: Sequence[Trial], best: Trial | None) -> Row:
         row = replace(row, chosen=best.candidate, gain=best.gain, memory=best.memory, trials=tuple(trials))
         if saves_memory(best) and not earns(best):
             saved = 1 - (best.memory or 0)
-            return replace(row, why=f"no slower, and a step takes {saved:.0%} less memory: {row.why}")
+            return replace(row, why=f"no slower, and a step takes {formatting.share(saved)} less memory: {row.why}")
         return row
     if not trials:
         return replace(row, status="not tried", why="the budget was spent before a trial could begin")
@@ -121,8 +123,8 @@ def _why_rejected(trial: Trial) -> str:
     times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
     if trial.gain.ratio <= 1.0:
         return times
-    why = f"{times}: not shown to be more than {least_saving(trial.noise):.0%} faster"
-    return why if trial.noise is None else f"{why}, with noise of ±{1.96 * trial.noise:.0%}"
+    why = f"{times}: not shown to be more than {formatting.share(least_saving(trial.noise))} faster"
+    return why if trial.noise is None else f"{why}, with noise of ±{formatting.share(1.96 * trial.noise)}"
 
 
 def saves_bytes(old: int | None, new: int | None) -> bool:

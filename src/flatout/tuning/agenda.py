@@ -416,7 +416,7 @@ class Agenda:
 
 def noise_and_load(bench: Bench) -> str:
     """Return the noise of steps and the load of the machine, for the report."""
-    facts = [] if bench.known_noise is None else [f"noise here is ±{1.96 * bench.known_noise:.0%}"]
+    facts = [] if bench.known_noise is None else [f"noise here is ±{formatting.share(1.96 * bench.known_noise)}"]
     load = load_average()
     facts += [] if load is None else [f"the load is {load:.1f} on {usable_cores()} cores"]
     return ", ".join(facts) or "the noise here is unknown"
