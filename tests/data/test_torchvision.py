@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import flatout
 from flatout.data import NotCacheable, Prefetcher, Stage, cache_in_memory, sample_stages
-from tests.jobs import job_of
 from tests.reasons import reasons
-from tests.techniques.harness import findings
 
 try:  # a torchvision that was built for another torch raises RuntimeError
     from PIL import Image
@@ -130,9 +127,6 @@ def test_stages_of_an_image_folder(photos, workers):
     assert (found["resize"].what, found["resize"].place) == ("RandomResizedCrop", "dataset.transform.transforms[0]")
     assert found["ToTensor"].place == "dataset.transform.transforms[2]"
     assert found["Normalize"].place == "dataset.transform.transforms[3]"
-    assert [name for name, stage in found.items() if stage.is_movable] == [
-        name for name in found if name in ("ToTensor", "Normalize")
-    ]
     assert found["decode"].share > 0.1
     assert sum(stage.share for stage in found.values()) == pytest.approx(1, abs=0.1)
 
@@ -206,14 +200,3 @@ def test_optimize_trains_on_it(folder, in_memory):
     assert all(torch.isfinite(run.step(batch)) for batch in run.loader)
     assert "loading_stages" not in run.plan.decisions
     assert flatout.report.Report.from_json(run.report.to_json()).row("loading_stages") == row
-
-
-def test_the_advice_on_transforms_for_the_device_is_given_once(folder):
-    *found, advice = findings("loading_stages", job_of(Small(), loader=loader_of(folder, PLAIN)), math.inf)
-    assert "flatout.data.Normalize" in advice
-    assert {stage.what for stage in found if stage.is_movable} <= {"ToTensor", "Normalize"}
-    steps = [transforms.Resize(224), transforms.CenterCrop(224), transforms.PILToTensor()]
-    assert all(
-        isinstance(each, Stage)
-        for each in findings("loading_stages", job_of(Small(), loader=loader_of(folder, steps)), math.inf)
-    )

@@ -23,9 +23,6 @@ from flatout.tuning.budget import Allowance
 STEPS, WARMUP = 5, 3
 """Number of steps to time and then to profile, and number of warm-up steps before."""
 
-_SECONDS_OF_SAMPLES = 3.0
-"""Time limit for samples that are divided into stages."""
-
 
 @dataclass(frozen=True)
 class Observations:
@@ -142,7 +139,7 @@ class AdviceSession:
         loader = self._observer.training_loader
         device = next((site.device for site in self._observer.calls if site.is_reached), None)
         try:
-            self._stages = () if loader is None else sample_stages(loader, seconds=_SECONDS_OF_SAMPLES, device=device)
+            self._stages = () if loader is None else sample_stages(loader, seconds=3.0, device=device)
         except Exception as error:  # of user code, such as a dataset that only worker processes can read
             say(f"the stages of loading are unknown: {first_line(error)}")
 

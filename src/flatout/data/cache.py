@@ -50,9 +50,10 @@ class SampleCache(Forwarding, Dataset):
     _table: SharedRows
 
     def __init__(self, dataset: Any) -> None:
-        reason = _why_not_dataset(dataset)
-        if reason:
+        if reason := why_not_map_style(dataset):
             raise NotCacheable(reason)
+        if hasattr(dataset, "set_epoch"):
+            raise NotCacheable("the dataset has a set_epoch: its samples may change from epoch to epoch")
         self.dataset = dataset
         self.on_change: Callable[[str], object] | None = None
         self._watch: Watch | None = None
@@ -367,7 +368,7 @@ def cache_in_memory(
         NotCacheable: the samples cannot be cached. The message says why. Generators are restored, as on success.
         WorkerError: a worker process died.
     """
-    reason = why_not_collated(loader) or _why_not_dataset(loader.dataset) or why_not_ordered(loader)
+    reason = why_not_collated(loader) or why_not_map_style(loader.dataset) or why_not_ordered(loader)
     if reason is not None:
         raise NotCacheable(reason)
     cached = loader.dataset
@@ -397,12 +398,6 @@ def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads:
     return InMemoryLoader.over(
         loader, table.columns, assemble, depth=depth, threads=threads, made_by=made_by, cached=cached
     )
-
-
-def _why_not_dataset(dataset: Any) -> str:
-    is_changing = hasattr(dataset, "set_epoch")
-    changes = "the dataset has a set_epoch: its samples may change from epoch to epoch" if is_changing else ""
-    return why_not_map_style(dataset) or changes
 
 
 def why_not_map_style(dataset: Any) -> str:

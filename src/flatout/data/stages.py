@@ -51,8 +51,6 @@ _CODE_OF_STAGES: Sequence[tuple[Name, re.Pattern[str]]] = (
 )
 """Stages of library functions, by module and name. All other code is a transform, or part of the ``collate_fn``."""
 
-_TO_FLOATS = {"ToTensor", "ToImage", "ToDtype", "ConvertImageDtype", "Normalize"}
-
 
 class NotExamined(ValueError):
     """Samples that cannot be examined. The message says why."""
@@ -68,8 +66,7 @@ class Stage:
         place: ``file:line``, or the expression that reaches a library's object: ``dataset.transform.transforms[2]``.
         seconds: duration per sample on the calling thread. Files come from the page cache.
         share: share of a batch's time, between 0 and 1.
-        cold_seconds: duration per sample of all reads from the disk, for the slowest ``"read"``; None if the first
-            evaluations found the files in the page cache, or if the system does not count reads from the disk.
+        cold_seconds: duration per sample of all reads, if most first evaluations read from a disk; else None.
     """
 
     name: Name
@@ -78,11 +75,6 @@ class Stage:
     seconds: float
     share: float
     cold_seconds: float | None = None
-
-    @property
-    def is_movable(self) -> bool:
-        """True if ``flatout.data.Normalize`` can do this on the device, unless another transform follows."""
-        return self.what in _TO_FLOATS
 
     def __str__(self) -> str:
         facts = [self.place, self.what] if self.name != "transform" else [self.place]
@@ -93,19 +85,14 @@ class Stage:
 
 
 def in_words(stages: Sequence[Stage]) -> str:
-    """Return a sentence on the stages of a batch; empty without stages."""
-    if not stages:
-        return ""
+    """Return a sentence on the stages of a batch."""
     seconds = stages[0].seconds / stages[0].share
     warm = " with a warm page cache" if any(stage.name == "read" for stage in stages) else ""
     return f"{formatting.milliseconds(1e3 * seconds)} a sample{warm}: {', '.join(map(str, stages))}"
 
 
 def sample_stages(
-    source: DataLoader | Dataset,
-    samples: int = 8,
-    seconds: float = math.inf,
-    device: torch.device | str | None = None,
+    source: DataLoader | Dataset, samples: int = 8, seconds: float = math.inf, device: torch.device | str | None = None
 ) -> tuple[Stage, ...]:
     """Divide the time of a batch into stages: read, decode, resize, other transforms, collate, and copy to the device.
 
@@ -118,20 +105,17 @@ def sample_stages(
 
     Args:
         source: a DataLoader over a map-style dataset, or the dataset. A dataset has no ``"collate"``.
-        samples: number of samples to evaluate, spread over the dataset.
-        seconds: time limit. At least ``FEWEST`` samples are needed.
+        samples: number of samples to evaluate, at least ``FEWEST``, spread over the dataset.
+        seconds: time limit.
         device: device to which a batch is copied; None to leave out the ``"copy"``.
 
     Returns:
         Stages with at least ``WORTH_NAMING`` of a batch's time, the slowest first.
 
     Raises:
-        ValueError: ``samples`` is less than ``FEWEST``.
         NotExamined: the dataset is not map-style, needs a worker process, writes files, or raises, or samples take too
             long.
     """
-    if samples < FEWEST:
-        raise ValueError(f"samples must be >= {FEWEST}, got {samples}")
     dataset = source.dataset if isinstance(source, DataLoader) else source
     if reason := why_not_map_style(dataset):
         raise NotExamined(reason)
@@ -142,20 +126,19 @@ def sample_stages(
     try:
         with reading_again(loader):
             torch.set_num_threads(1 if loader.num_workers else threads)  # as in the process that makes the samples
-            ways = _ways({"dataset": dataset, "collate_fn": loader.collate_fn})
-            made, spent, cold_seconds = _made(loader, ways, samples, seconds)
+            first, made, spent = _made(loader, max(samples, FEWEST), seconds)
             if source is loader:
-                spent |= _collated(loader, ways, made, device)
+                spent |= _collated(loader, made, device)
     except (NotCacheable, Unrepeatable) as error:
         raise NotExamined(str(error)) from error
     finally:
         torch.set_num_threads(threads)
     whole = sum(spent.values()) or 1.0
-    stages = [Stage(*call[:3], taken, taken / whole) for call, taken in spent.items() if taken >= WORTH_NAMING * whole]
-    stages.sort(key=lambda stage: -stage.seconds)
-    for i in [i for i, stage in enumerate(stages) if stage.name == "read"][:1]:
-        stages[i] = replace(stages[i], cold_seconds=cold_seconds)
-    return tuple(stages)
+    found = [Stage(*call[:3], taken, taken / whole) for call, taken in spent.items() if taken >= WORTH_NAMING * whole]
+    found.sort(key=lambda stage: -stage.seconds)
+    is_cold = first.from_disk > len(first.runs) / 2
+    cold = sum(taken for call, taken in first.stages().items() if call.name == "read") if is_cold else None
+    return tuple(replace(stage, cold_seconds=cold) if stage.name == "read" else stage for stage in found)
 
 
 class _Call(NamedTuple):
@@ -169,34 +152,27 @@ class _Call(NamedTuple):
     frame: FrameType | None = None  # None for a function in C
 
 
-_Ways = Mapping[int, str]
-"""Expressions that reach objects, by the ids of the objects, or of the code of functions."""
-
-
-def _made(
-    loader: Any, ways: _Ways, samples: int, seconds: float
-) -> tuple[list[list[Any]], dict[_Call, float], float | None]:
-    """Return three evaluations of each sample, seconds by stage, and seconds of reads if most came from the disk."""
+def _made(loader: Any, samples: int, seconds: float) -> tuple[_Profile, list[Any], dict[_Call, float]]:
+    """Return the profile of the first evaluations, three evaluations of each sample, and seconds by stage."""
     dataset = loader.dataset
     indices = ([i * len(dataset) // samples] * 3 for i in range(samples))
     root = _Call("transform", type(dataset).__name__, "dataset")
-    made, spent, first = _evaluated(lambda i: next(samples_of(dataset, [i])), indices, loader, ways, root, seconds)
+    first, made, spent = _evaluated(loader, lambda i: next(samples_of(dataset, [i])), indices, root, seconds)
     if len(made) < FEWEST:
         raise NotExamined(f"there are {seconds:.2g} s for this, in which {len(first.runs)} samples were made")
     if loader.num_workers and first.asks_for_worker:
         raise NotExamined("the dataset asks for its worker process (get_worker_info)")
-    reads = sum(taken for call, taken in first.stages().items() if call.name == "read")
-    return made, spent, reads if first.runs_from_disk > len(first.runs) / 2 else None
+    return first, made, spent
 
 
-def _collated(loader: Any, ways: _Ways, made: Sequence[Sequence[Any]], device: Any) -> dict[_Call, float]:
+def _collated(loader: Any, made: Sequence[Any], device: Any) -> dict[_Call, float]:
     """Return the seconds per sample of the ``collate_fn`` by stage, and of a copy to the device."""
     collate, is_batched = loader.collate_fn, loader.batch_sampler is not None
     size = min(loader.batch_size or len(made), len(made)) if is_batched else 1
     given = [list(column[:size]) if is_batched else column[0] for column in zip(*made, strict=True)]
     root = _Call("collate", getattr(collate, "__name__", type(collate).__name__), "collate_fn")
     try:
-        [(batch, *_)], spent, _ = _evaluated(collate, [given], loader, ways, root)
+        _, [(batch, *_)], spent = _evaluated(loader, collate, [given], root)
     except Exception as error:  # the user's own code, which raises again in the training
         raise NotExamined(f"collate_fn raised {type(error).__name__}: {error}") from error
     for _ in range(2 if device is not None else 0):  # the first copy allocates memory
@@ -209,21 +185,16 @@ def _collated(loader: Any, ways: _Ways, made: Sequence[Sequence[Any]], device: A
 
 
 def _evaluated(
-    function: Callable[[Any], Any],
-    given: Iterable[Sequence[Any]],
-    loader: Any,
-    ways: _Ways,
-    root: _Call,
-    seconds: float = math.inf,
-) -> tuple[list[list[Any]], dict[_Call, float], _Profile]:
-    """Call a function with each of three arguments, with the same random numbers.
+    loader: Any, function: Callable[[Any], Any], given: Iterable[Any], root: _Call, seconds: float = math.inf
+) -> tuple[_Profile, list[Any], dict[_Call, float]]:
+    """Call a function with each of three arguments, and with the same random numbers, for some seconds.
 
     Returns:
-        Three results for each three arguments, mean seconds by stage, and the profile of the first calls.
+        The profile of the first calls, three results for each three arguments, and seconds by stage.
     """
-    first, third = _Profile(ways, root), _Profile(ways, root)
+    ways = _ways({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
     random = RandomState.capture([loader.dataset, loader.collate_fn])
-    made, end = [], time.perf_counter() + seconds
+    first, third, made, end = _Profile(ways, root), _Profile(ways, root), [], time.perf_counter() + seconds
     for one, two, three in given:
         random = random.reread()
         results = [first.run(function, one)]  # imports modules, and may read files from the disk
@@ -235,38 +206,27 @@ def _evaluated(
         taken = time.perf_counter() - begun
         random.restore()
         made.append([*results, third.run(function, three, taken)])
-    return made, third.stages(), first
+    return first, made, third.stages()
 
 
 class _Profile:
     """Time of a function by stage: the own time of every Python and C function that it calls on this thread.
 
-    Args:
-        ways: result of ``_ways``.
-        root: stage of code that is none of ``_CODE_OF_STAGES``.
-
     Attributes:
         runs: seconds by stage, file and line, of each call.
-        runs_from_disk: number of calls that read from a disk, as far as the system counts that.
+        from_disk: number of calls that read from a disk, if the system counts them.
         asks_for_worker: True if the function has called ``get_worker_info``.
     """
 
-    def __init__(self, ways: _Ways, root: _Call) -> None:
-        self.runs_from_disk = 0
-        self.asks_for_worker = False
+    def __init__(self, ways: Mapping[int, str], root: _Call) -> None:
+        self.from_disk, self.asks_for_worker = 0, False
         self._ways, self._root, self._stack = ways, root, [root]
         self._run: dict[tuple[Any, ...], list[float]] = {}  # seconds and events by stage, file and line
         self.runs: list[dict[tuple[Any, ...], float]] = []  # scaled seconds of each run
         self._last = 0.0
 
     def run(self, function: Callable[[Any], Any], argument: Any, seconds: float = math.inf) -> Any:
-        """Call a function and add its time.
-
-        Args:
-            function: the function.
-            argument: its argument.
-            seconds: time of the same call without the profiler. A longer time is scaled to this one.
-        """
+        """Call a function and add its time, scaled to ``seconds`` without the profiler."""
         read, self._run, self._stack = _bytes_from_disk(), {}, [self._root]
         self._last = time.perf_counter()
         sys.settrace(lambda *_: None)  # so that frames with f_trace are traced
@@ -277,7 +237,7 @@ class _Profile:
             sys.setprofile(None)
             sys.settrace(None)
             self._charge()
-            self.runs_from_disk += _bytes_from_disk() > read
+            self.from_disk += _bytes_from_disk() > read
             profiled, events = map(sum, zip(*self._run.values(), strict=True))
             over = min(max(0.0, (profiled - seconds) / events), _MOST_OVERHEAD)
             net = {key: max(0.0, spent - over * count) for key, (spent, count) in self._run.items()}
@@ -325,7 +285,7 @@ class _Profile:
             owner = getattr(argument, "__self__", None)
             is_method = owner is not None and not isinstance(owner, ModuleType)
             module = getattr(type(owner) if is_method else argument, "__module__", None)
-            stack.append(self._of_stage(str(module), argument.__name__)._replace(frame=None))
+            stack.append(self._of_stage(str(module), argument.__name__, stack[-1])._replace(frame=None))
         elif event != "return":  # of a function in C
             if len(stack) > 1 and stack[-1].frame is None:
                 stack.pop()
@@ -349,9 +309,8 @@ class _Profile:
             call = _Call(self._root.name, type(owner).__name__, self._ways.get(id(owner), call.way), True, call.own)
         return self._of_stage(module, code.co_name, call)._replace(frame=frame)
 
-    def _of_stage(self, module: str, function: str, call: _Call | None = None) -> _Call:
-        call = call or self._stack[-1]
-        name = _stage_of(module, function)
+    def _of_stage(self, module: str, function: str, call: _Call) -> _Call:
+        name = _stage_of(f"{module}.{function}")
         if name is None or (name == call.name and "builtins" in module):  # such as a decoder in C
             return call
         keeps_class = name == "resize" and call.is_transform
@@ -359,9 +318,8 @@ class _Profile:
 
 
 @functools.cache
-def _stage_of(module: str, function: str) -> Name | None:
-    path = f"{module}.{function}"
-    return next((name for name, code in _CODE_OF_STAGES if code.match(path)), None)
+def _stage_of(function: str) -> Name | None:
+    return next((name for name, code in _CODE_OF_STAGES if code.match(function)), None)
 
 
 def _has_method(owner: Any, method: str) -> bool:
@@ -377,7 +335,7 @@ def _shown(filename: str) -> str:
     return filename if known is None else " ".join(known)
 
 
-def _ways(roots: Mapping[str, Any]) -> _Ways:
+def _ways(roots: Mapping[str, Any]) -> Mapping[int, str]:
     """Return the shortest expression that reaches each object: ``dataset.transform.transforms[2]``."""
     ways: dict[int, str] = {}
     left = deque(roots.items())

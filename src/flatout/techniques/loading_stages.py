@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flatout.core import formatting
 from flatout.data import InMemoryLoader, NotExamined, is_rewindable, sample_stages
 from flatout.data.loader_class import base_of, why_not_plain
 from flatout.data.stages import Stage
@@ -41,16 +40,10 @@ class LoadingStages(Advice):
     def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str | Stage]:
         """Return the stages of :func:`flatout.data.sample_stages` if the training waits for data."""
         if pace.load_fraction < WORTH_TELLING:
-            share = formatting.share(pace.load_fraction, 0)
-            raise NotApplicable(f"loading is not the limit: {share} of the time goes to waiting for data")
+            raise NotApplicable(f"loading is not the limit: it takes less than {WORTH_TELLING:.0%} of the time")
         loader = base_of(job.data.source) or base_of(job.data.loader)
         assert loader is not None
         try:
-            stages = sample_stages(loader, seconds=seconds, device=job.spec.device)
+            return sample_stages(loader, seconds=seconds, device=job.spec.device)
         except NotExamined as error:
             raise NotApplicable(str(error)) from error
-        advice = (
-            "What to do: unless another transform follows, keep the samples uint8 (PILToTensor), and give "
-            "flatout.data.Normalize to flatout.data.Prefetcher(transform=...), which normalizes whole batches"
-        )
-        return [*stages, *[advice] * any(stage.is_movable for stage in stages)]

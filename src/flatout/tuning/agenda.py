@@ -450,8 +450,8 @@ def _found(technique: Advice, session: Session, pace: Pace) -> Row:
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
     stages = tuple(each for each in found if isinstance(each, Stage))
-    lines = [in_words(stages), *(each for each in found if isinstance(each, str))]
-    return replace(row, why="\n".join(filter(None, lines)), stages=stages)
+    why = in_words(stages) if stages else "\n".join(map(str, found))
+    return replace(row, why=why, stages=stages)
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
