@@ -40,7 +40,7 @@ class LoadingStages(Advice):
     def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str | Stage]:
         """Return the stages of :func:`flatout.data.sample_stages` if the training waits for data."""
         if pace.load_fraction < WORTH_TELLING:
-            raise NotApplicable(f"loading is not the limit: it takes less than {WORTH_TELLING:.0%} of the time")
+            raise NotApplicable(f"loading is not the limit: it takes less than {100 * WORTH_TELLING:.0f} % of the time")
         loader = base_of(job.data.source) or base_of(job.data.loader)
         assert loader is not None
         try:
