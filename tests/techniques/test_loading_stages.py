@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import flatout
-from flatout.data import Stage
+from flatout.data import PrefixCache, Stage
 from flatout.data.stages import in_words
 from flatout.report import Pace, Report, Summary
 from flatout.report.terminal import plain_text
@@ -76,7 +76,19 @@ class Broken(SlowSamples):
         return super().__getitem__(i - 64)
 
 
+class Augmented(SlowSamples):
+    """Samples with a transform that draws."""
+
+    def __init__(self):
+        self.transform = lambda x: x + torch.rand(8)
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.transform(x), y
+
+
 QUIET = {
+    "front-in-memory": lambda: DataLoader(PrefixCache(Augmented()), 8),
     "not-a-dataloader": lambda: list(DataLoader(make_data(), 16)),
     "not-rewindable": lambda: DataLoader(Stream(), 8),
     "sample-failed": lambda: DataLoader(Broken(), batch_sampler=[[64, 65, 66]] * 4),

@@ -187,11 +187,7 @@ def _collated(loader: Any, made: Sequence[Any], device: Any) -> dict[_Call, floa
 def _evaluated(
     loader: Any, function: Callable[[Any], Any], given: Iterable[Any], root: _Call, seconds: float = math.inf
 ) -> tuple[_Profile, list[Any], dict[_Call, float]]:
-    """Call a function with each of three arguments, and with the same random numbers, for some seconds.
-
-    Returns:
-        The profile of the first calls, three results for each three arguments, and seconds by stage.
-    """
+    """Return a profile of first calls, three results with the same random numbers each, and seconds by stage."""
     ways = _ways({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
     random = RandomState.capture([loader.dataset, loader.collate_fn])
     first, third, made, end = _Profile(ways, root), _Profile(ways, root), [], time.perf_counter() + seconds

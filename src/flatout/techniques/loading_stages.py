@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flatout.data import InMemoryLoader, NotExamined, is_rewindable, sample_stages
+from flatout.data import InMemoryLoader, NotExamined, PrefixCache, is_rewindable, sample_stages
 from flatout.data.loader_class import base_of, why_not_plain
 from flatout.data.stages import Stage
 from flatout.mfu.verdict import WORTH_TELLING
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class LoadingStages(Advice):
     """Names what takes the time of a batch: reading, decoding, resizing, each transform and the collation, with lines.
 
-    When it helps: the training waits for data. Then the slowest stage is the one to make faster, for example by files
-    that decode faster, or by smaller images on the disk. When it hurts: a few samples are evaluated, after the trials.
+    When it helps: the training waits for data. Then the slowest stage is the one to make faster, for example by smaller
+    images on the disk. When it hurts: a few samples are evaluated, after the trials.
     """
 
     name = "loading_stages"
@@ -42,7 +42,8 @@ class LoadingStages(Advice):
         if pace.load_fraction < WORTH_TELLING:
             raise NotApplicable(f"loading is not the limit: it takes less than {100 * WORTH_TELLING:.0f} % of the time")
         loader = base_of(job.data.source) or base_of(job.data.loader)
-        assert loader is not None
+        if loader is None or isinstance(loader.dataset, PrefixCache):
+            raise NotApplicable("samples are kept before their random transforms, and flatout runs these")
         try:
             return sample_stages(loader, seconds=seconds, device=job.spec.device)
         except NotExamined as error:
