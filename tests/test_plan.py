@@ -61,7 +61,7 @@ WHAT_WAS_ASKED_FOR = {
     "precision": {"precision": "bf16", "techniques": {"compile": False, "workers": False}},
     "fp32": {"precision": "fp32", "techniques": {"fused_optimizer": True}},
     "a number": {"techniques": {"workers": 1, "cpu_threads": 1}},
-    "advice": {"techniques": {"transforms": False}},
+    "advice": {"techniques": {"loading_stages": False}},
     "implied": {"techniques": {"torchscript": True}},
 }
 

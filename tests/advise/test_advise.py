@@ -110,6 +110,16 @@ def test_a_planted_cause_is_named(name, planted):
     assert (name, f"{script.name}:{line}") in causes_of(json.loads((planted / f"{name}.json").read_text()))
 
 
+def test_the_slow_part_of_a_starved_loader_is_named(planted):
+    advice = json.loads((planted / "starved_loader.json").read_text())
+    stage = advice["stages"][0]
+    line = 1 + next(
+        i for i, text in enumerate((SCRIPTS / "starved_loader.py").read_text().splitlines()) if "sin" in text
+    )
+    assert (stage["name"], stage["place"]) == ("transform", f"starved_loader.py:{line}")
+    assert stage["share"] > 0.5
+
+
 def test_a_patched_script_no_longer_has_the_cause(planted, tmp_path):
     name = "evaluation_with_gradients"
     script = Path(shutil.copy(planted / f"{name}.py", tmp_path))

@@ -20,6 +20,7 @@ from flatout.advise.observe import CallSite, LoaderSite, Observer
 from flatout.advise.session import Observations
 from flatout.autotune.recorder import RecordedCall
 from flatout.autotune.script_report import ScriptReport
+from flatout.data import Stage
 from flatout.profile.profile_data import PHASES, Operator
 from flatout.report import Gain, Row, Status
 from tests.profile.profile_sample import ended_early
@@ -190,6 +191,17 @@ def test_a_stream_gets_no_workers_by_a_diff() -> None:
         cause = found(seen(loader(0, is_stream=is_stream), 0.5, row=row("workers", 1.5)), "starved_loader")
         assert cause is not None
         assert cause.is_sure is not is_stream
+
+
+@pytest.mark.parametrize("wait", [0.9, 0.0])
+def test_stages_of_loading_are_shown_for_a_starved_loader(wait: float, tmp_path: Path) -> None:
+    stages = (Stage("decode", "PIL", "job.py:7", 2e-3, 0.75), Stage("read", "io", "job.py:6", 5e-4, 0.19, 4e-3))
+    advice = Advice.of(replace(seen(loader(0), wait, row=row("workers", 0.9)), stages=stages), tmp_path)
+    data = json.loads(advice.to_json())
+    assert [each["place"] for each in data["stages"]] == (["job.py:7", "job.py:6"] if wait else [])
+    text = " ".join(str(replace(advice, updates=1)).split())
+    assert ("75 % decode PIL job.py:7" in text) is bool(wait)
+    assert ("19 % read io job.py:6" in text) is bool(wait)
 
 
 @pytest.mark.parametrize(("gain", "remedy"), [(1.5, "autocast"), (0.7, "no_bf16")])

@@ -23,11 +23,8 @@ from flatout.core import machine
 from flatout.data import (
     CachedDataset,
     InMemoryLoader,
-    MovableWork,
     Prefetcher,
     Tuned,
-    movable,
-    movable_transforms,
     tune,
 )
 from flatout.data.normalize import _is_native
@@ -275,21 +272,6 @@ def eventually(holds: Callable[[], Any]) -> bool:
 def threads_end() -> bool:
     """Return whether flatout's threads end. A thread may outlive ``close`` for a moment."""
     return eventually(lambda: not native_threads())
-
-
-def examined(source: Any, everything: bool = False, **options: int) -> tuple[MovableWork, ...]:
-    """Return the movable work of a source, in simulated time.
-
-    An operation takes one tick. A sample takes two ticks for each operation and one more.
-
-    Args:
-        source: as in ``movable_transforms``.
-        everything: return the smallest work too, for samples of hundreds of operations.
-        options: further arguments of ``movable_transforms``.
-    """
-    least = mock.patch.object(movable, "WORTH_NAMING", 0.0 if everything else movable.WORTH_NAMING)
-    with simulated_time(TICK), least:
-        return movable_transforms(source, **options)
 
 
 def kernels_there(there: bool) -> Any:

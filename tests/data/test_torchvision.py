@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,20 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import flatout
-from flatout.data import NotCacheable, Prefetcher, cache_in_memory
-from tests.clock import simulated_time
-from tests.data.harness import TICK, examined
-from tests.jobs import job_of
+from flatout.data import NotCacheable, Prefetcher, Stage, cache_in_memory, sample_stages
 from tests.reasons import reasons
-from tests.techniques.harness import findings
 
 try:  # a torchvision that was built for another torch raises RuntimeError
     from PIL import Image
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
+    from torchvision.io import decode_jpeg, read_file
     from torchvision.transforms import v2
 except (ImportError, RuntimeError) as error:
     pytest.skip(f"needs a torchvision for torch {torch.__version__}: {error}", allow_module_level=True)
@@ -106,67 +101,80 @@ def test_random_augmentation_is_not_cached(folder, step):
     assert "random-samples" in reasons(str(caught.value))
 
 
-def turned(image):
-    """Python's random does not show which of the running functions it drew for."""
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.9 else image
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Write 8 JPEGs of about a megapixel."""
+    generator = np.random.default_rng(0)
+    (tmp_path / "photos").mkdir()
+    for i in range(8):
+        pixels = Image.fromarray(generator.integers(0, 255, (90, 120, 3), dtype=np.uint8)).resize((1200, 900))
+        pixels.save(tmp_path / "photos" / f"{i}.jpg")
+    return tmp_path
 
 
-PIPELINES = {
-    "a choice of Python before": ([transforms.CenterCrop(32), turned, *TAIL], ["Normalize"]),
-    "no random choice": (PLAIN, ["ToTensor", "Normalize"]),
-    "random choices before": (
-        [transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(0.9), transforms.ColorJitter(0.5), *TAIL],
-        ["ToTensor", "Normalize"],
-    ),
-    "sizes differ until late": (
-        [transforms.ToTensor(), transforms.Resize((32, 32)), transforms.Normalize(MEAN, STD)],
-        ["Resize", "Normalize"],  # of the former, the view that it returns
-    ),
-    "a random choice between": (
-        [transforms.CenterCrop(32), TAIL[0], transforms.RandomVerticalFlip(0.9), TAIL[1]],
-        ["Normalize"],
-    ),
-    "a random choice behind": ([transforms.CenterCrop(32), *TAIL, transforms.RandomErasing()], []),
-    "a random choice of the normalisation": (
-        [transforms.CenterCrop(32), TAIL[0], transforms.RandomApply([TAIL[1]], p=0.9)],
-        [],
-    ),
-    "random data": ([transforms.Lambda(lambda x: torch.randn(3, 32, 32)), TAIL[1]], ["Normalize"]),
-    "no torch work": ([transforms.Resize((32, 32)), transforms.PILToTensor(), transforms.RandomCrop(24)], []),
-    "version 2": (
-        [v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), *VERSION_2],
-        ["ToImage", "ToDtype", "Normalize"],
-    ),
-}
+def stages_of(source, **options) -> dict[str, Stage]:
+    """Return the stages by name, and transforms by class."""
+    return {
+        stage.what if stage.name == "transform" else stage.name: stage for stage in sample_stages(source, **options)
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_movable_transforms_are_named_with_their_place(folder, name, workers):
-    steps, expected = PIPELINES[name]
-    found = {work.what: work for work in examined(loader_of(folder, steps, workers), everything=True)}
-    assert sorted(found) == sorted(expected)
-    for kind, work in found.items():
-        number = next(i for i, step in enumerate(steps) if type(step).__name__ == kind)
-        assert (work.file, work.line) == (None, None)
-        assert str(work).startswith(f"dataset.transform.transforms[{number}]: {kind} (")
-        assert kind != "Resize" or work.operators == ("squeeze",)
-        assert work.normalizes == ("ToTensor" in expected or "ToDtype" in expected)
-    if "Normalize" in found:
-        assert {"sub_", "sub"} & set(found["Normalize"].operators)
-        assert "div_" in found["Normalize"].operators
+def test_stages_of_an_image_folder(photos, workers):
+    steps = [transforms.RandomResizedCrop(700), transforms.RandomHorizontalFlip(0.9), *TAIL]
+    found = stages_of(loader_of(photos, steps, workers))
+    assert (found["decode"].what, found["decode"].place) == ("PIL", "dataset.loader")
+    assert (found["resize"].what, found["resize"].place) == ("RandomResizedCrop", "dataset.transform.transforms[0]")
+    assert found["ToTensor"].place == "dataset.transform.transforms[2]"
+    assert found["Normalize"].place == "dataset.transform.transforms[3]"
+    assert found["decode"].share > 0.1
+    assert sum(stage.share for stage in found.values()) == pytest.approx(1, abs=0.1)
 
 
-def test_functions_in_a_pipeline_are_named_with_file_and_line(folder):
-    def brighter(x):
-        return x.mul(1.5).clamp(0, 1)  # brighter
+def test_stages_of_version_2_and_of_concatenated_folders(photos):
+    steps = [v2.Resize(600), v2.CenterCrop(500), *VERSION_2]
+    folders = ConcatDataset([ImageFolder(str(photos), v2.Compose(steps)) for _ in range(2)])
+    found = stages_of(Subset(folders, range(4, 12)))
+    assert found["decode"].place.startswith("dataset.dataset.datasets[")
+    assert found["resize"].place == "dataset.dataset.datasets[0].transform.transforms[0]"
+    assert found["resize"].what == "Resize"
 
-    steps = [transforms.CenterCrop(32), transforms.ToTensor(), transforms.Lambda(brighter)]
-    found = {work.what: work for work in examined(loader_of(folder, steps))}
-    assert sorted(found) == ["ToTensor", "brighter"]
+
+class Opened(Dataset):
+    """Reads images with code of its own, and calls a transform that is no attribute."""
+
+    def __init__(self, folder, loads):
+        self.files, self.loads = sorted(folder.glob("*/*")), loads
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, i):
+        return SHRUNK(self.loads(self.files[i]))  # shrunk
+
+
+SHRUNK = transforms.Resize(500)
+
+
+def by_pillow(file):
+    return Image.open(file).convert("RGB")  # by Pillow
+
+
+def by_torchvision(file):
+    return decode_jpeg(read_file(str(file)))  # by torchvision
+
+
+@pytest.mark.parametrize(
+    ("loads", "package", "mark"), [(by_pillow, "PIL", "by Pillow"), (by_torchvision, "torchvision", "by torchvision")]
+)
+def test_code_of_the_users_is_named_with_file_and_line(photos, loads, package, mark):
     lines = Path(__file__).read_text().splitlines()
-    assert found["brighter"].file == __file__
-    assert lines[found["brighter"].line - 1].endswith("# brighter")
+    found = stages_of(Opened(photos, loads))
+    for name, what, end in (("decode", package, mark), ("resize", "Resize", "shrunk")):
+        number = next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {end}"))
+        assert found[name].what == what
+        assert found[name].place.endswith(f"test_torchvision.py:{number}")
+    assert found["decode"].share > 0.1
 
 
 class Small(nn.Module):
@@ -186,18 +194,9 @@ def test_optimize_trains_on_it(folder, in_memory):
     opt = torch.optim.SGD(model.parameters(), 0.1)
     run = flatout.optimize(model, loader, opt, functional.cross_entropy, techniques=techniques, budget=0)
     assert same(epochs(run.loader), expected)
-    row = run.report.row("transforms")
+    row = run.report.row("loading_stages")
     assert row.status == ("not applicable" if in_memory else "not tried")
     assert ("samples-in-memory" if in_memory else "budget-spent") in reasons(row)
     assert all(torch.isfinite(run.step(batch)) for batch in run.loader)
-    assert "transforms" not in run.plan.decisions
-    assert flatout.report.Report.from_json(run.report.to_json()).row("transforms") == row
-
-
-def test_the_report_names_each_transform_and_gives_its_advice_once(folder):
-    job = job_of(Small(), loader=loader_of(folder, PLAIN))
-    with simulated_time(TICK):
-        *found, advice = findings("transforms", job, math.inf)
-    places = [f"dataset.transform.transforms[{i}]: " for i in (2, 3)]
-    assert sorted(finding.partition(" (")[0] for finding in found) == [places[0] + "ToTensor", places[1] + "Normalize"]
-    assert "flatout.data.Normalize" in advice
+    assert "loading_stages" not in run.plan.decisions
+    assert flatout.report.Report.from_json(run.report.to_json()).row("loading_stages") == row

@@ -474,8 +474,8 @@ def test_techniques_that_do_not_apply_for_one_reason_show_it_once() -> None:
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_each_finding_has_its_own_line_and_long_paths_are_complete(width: int) -> None:
     place = f"/home/somebody/{'a_long_folder/' * 12}train.py:1234"
-    findings = (f"{place}: Images.__getitem__ (float, div) takes 1.20 ms", "data.py:7: Normalize takes 0.30 ms")
-    row = Row("transforms", 13, "transforms on the device", "advice", "\n".join(findings))
+    findings = (f"{place} makes Python wait for the GPU once in a step (item)", "data.py:7: Normalize takes 0.30 ms")
+    row = Row("sync_points", 13, "sync points", "advice", "\n".join(findings))
     text = in_terminal(Report(Summary((row,), {})).full(), width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width

@@ -76,18 +76,18 @@ def refusal(name: str, job: Job, pace: Pace = STARVED) -> set[str] | None:
     """Return the reason codes if the technique refuses the job, otherwise None."""
     technique = TECHNIQUES[name]
     if isinstance(technique, Advice):
-        return refused(lambda: findings(name, job))
+        return refused(lambda: findings(name, job, pace=pace))
     if isinstance(technique, Measured):
         return refused(lambda: candidates(name, job, pace))
     return refused(lambda: technique.check(job))
 
 
-def findings(name: str, job: Job, seconds: float = 1.0) -> list[str]:
-    """Return the lines of an advice technique."""
+def findings(name: str, job: Job, seconds: float = 1.0, pace: Pace = STARVED) -> list[Any]:
+    """Return the lines or stages of an advice technique."""
     technique = TECHNIQUES[name]
     assert isinstance(technique, Advice)
     technique.check(job)
-    return list(technique.findings(job, seconds))
+    return list(technique.findings(job, pace, seconds))
 
 
 def candidates(name: str, job: Job, pace: Pace = STARVED) -> list[Candidate]:

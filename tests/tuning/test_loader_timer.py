@@ -160,7 +160,7 @@ def test_what_is_off_in_a_block_is_on_again_in_its_order():
     assert seen == ["+a", "+b", "-b", "-a", "+a", "+b"]
 
 
-ALONE = QUICK | dict.fromkeys(["channels_last", "cpu_threads", "torchscript", "transforms", "sdpa_backend"], False)
+ALONE = QUICK | dict.fromkeys(["channels_last", "cpu_threads", "torchscript", "loading_stages", "sdpa_backend"], False)
 """Techniques that leave the fused optimizer and data in memory to try."""
 
 

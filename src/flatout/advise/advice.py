@@ -12,6 +12,7 @@ from flatout.advise.causes import Box, BoxName, Cause, Code, boxes_of, causes_of
 from flatout.advise.edits import diff_of
 from flatout.advise.session import Observations
 from flatout.core import formatting
+from flatout.data import Stage
 from flatout.report.document import Block, Note, Part, Table
 from flatout.report.model import Row
 from flatout.report.shown import Shown
@@ -64,6 +65,7 @@ class Advice(Shown):
         techniques: module and row of each technique that was timed, the largest gain first.
         diff: unified diff in the script's folder; empty if no change is surely correct.
         updates: number of updates that were observed.
+        stages: stages of loading, the slowest first; empty if the script is not starved.
     """
 
     _TITLE = "flatout advise"
@@ -73,6 +75,7 @@ class Advice(Shown):
     techniques: tuple[tuple[str, Row], ...]
     diff: str
     updates: int
+    stages: tuple[Stage, ...] = ()
 
     @classmethod
     def of(cls, seen: Observations, folder: Path) -> Advice:
@@ -86,7 +89,9 @@ class Advice(Shown):
         boxes = boxes_of(seen, causes)
         site = training_site(seen)
         diff = diff_of(causes, folder, "cpu" if site is None else site.device, seen.observer.trained)
-        return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates)
+        is_starved = any(cause.code == "starved_loader" for cause in causes)
+        stages = seen.stages if is_starved else ()
+        return cls(boxes, causes, tuple(rows_of(seen)), diff, seen.report.updates, stages)
 
     def to_dict(self) -> dict[str, Any]:
         techniques = [
@@ -100,6 +105,7 @@ class Advice(Shown):
             "boxes": [asdict(box) for box in self.boxes],
             "causes": [asdict(cause) for cause in self.causes],
             "techniques": techniques,
+            "stages": [asdict(stage) for stage in self.stages],
             "diff": self.diff,
         }
 
@@ -134,6 +140,13 @@ class Advice(Shown):
             yield Table(rows, ["gain", "what", "where"], frozenset({0}))
         else:
             yield Note("Nothing sticks out, and no technique that was tried is faster.")
+        if self.stages:
+            yield Note("")
+            rows = [
+                [formatting.share(each.share, 0), each.name, each.what, (formatting.clean(each.place), "place")]
+                for each in self.stages
+            ]
+            yield Table(rows, ["of a batch", "stage", "what", "where"], frozenset({0}))
 
 
 def explanation(cause: Cause) -> str:

@@ -139,6 +139,11 @@ class Observer:
             site.is_past = True
 
     @property
+    def training_loader(self) -> DataLoader[Any] | None:
+        """The ``DataLoader`` of ``training``; None if the script has dropped it."""
+        return next((loader for loader, site in self._sites.items() if site is self.training), None)
+
+    @property
     def trained(self) -> frozenset[str]:
         """``file:line`` of every line that leads to a call that a backward reached."""
         return frozenset(place for site in self.calls if site.is_reached for place in site.places)

@@ -14,6 +14,7 @@ from flatout.autotune.script_report import ScriptReport
 from flatout.core.formatting import first_line
 from flatout.core.main_program import MainProgram
 from flatout.core.standard_error import say
+from flatout.data import Stage, sample_stages
 from flatout.profile.record import Course, ProfileRecording
 from flatout.profile.script import Ended, run_course
 from flatout.profile.shown_profile import Profile
@@ -32,12 +33,14 @@ class Observations:
         profile: times of the script's steps; None if no step was timed.
         sizes: seconds of a training call, and of the call with more samples; None without a trial.
         report: gains of techniques.
+        stages: stages of loading; empty if samples cannot be examined, or if the script ended first.
     """
 
     observer: Observer
     profile: Profile | None
     sizes: tuple[float, float] | None
     report: ScriptReport
+    stages: tuple[Stage, ...] = ()
 
 
 class _Time(Allowance):
@@ -69,6 +72,7 @@ class AdviceSession:
         self._seconds = seconds
         self._recording = ProfileRecording(STEPS, WARMUP)
         self._sizes: tuple[float, float] | None = None
+        self._stages: tuple[Stage, ...] = ()
 
     def run(self, program: MainProgram) -> tuple[Observations, Ended]:
         """Run a program, and end the program by ``SystemExit(0)`` after an update.
@@ -88,7 +92,7 @@ class AdviceSession:
         profile = self._recording.profile() if self._recording.timed else None
         report = ScriptReport.of(self._engine)
         self._engine.undo()
-        return Observations(self._observer, profile, self._sizes, report), ended
+        return Observations(self._observer, profile, self._sizes, report, self._stages), ended
 
     def _course(self) -> Course:
         yield False
@@ -103,6 +107,7 @@ class AdviceSession:
         while time.perf_counter() < deadline and not (self._has_seen_an_epoch and self._has_tried(allowance)):
             yield False
             self._observer.end_update()
+        self._examine_samples()  # last, because a dataset for worker processes may open files at its first sample
 
     def _profile(self, deadline: float) -> Course:
         """Profile steps until the deadline. At least one step is timed, because most rules for causes require times."""
@@ -128,6 +133,15 @@ class AdviceSession:
             self._sizes = seconds_of_sizes(module, sample[1])
         except Exception as error:  # the module may accept one size only, or run out of memory
             say(f"larger batches could not be tried: {first_line(error)}")
+
+    def _examine_samples(self) -> None:
+        """Find the stages of loading."""
+        loader = self._observer.training_loader
+        device = next((site.device for site in self._observer.calls if site.is_reached), None)
+        try:
+            self._stages = () if loader is None else sample_stages(loader, seconds=3.0, device=device)
+        except Exception as error:  # of user code, such as a dataset that only worker processes can read
+            say(f"the stages of loading are unknown: {first_line(error)}")
 
     @property
     def _has_seen_an_epoch(self) -> bool:

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -232,8 +232,3 @@ def is_users(module: str | None) -> bool:
 def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return tuple(os.path.join(os.path.realpath(paths[name]), "") for name in ("stdlib", "purelib", "platlib"))
-
-
-def has_same_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return True if both have the same names, and each name has one object in both."""
-    return first.keys() == second.keys() and all(second[name] is value for name, value in first.items())

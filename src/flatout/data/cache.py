@@ -50,9 +50,10 @@ class SampleCache(Forwarding, Dataset):
     _table: SharedRows
 
     def __init__(self, dataset: Any) -> None:
-        reason = _why_not_dataset(dataset)
-        if reason is not None:
+        if reason := why_not_map_style(dataset):
             raise NotCacheable(reason)
+        if hasattr(dataset, "set_epoch"):
+            raise NotCacheable("the dataset has a set_epoch: its samples may change from epoch to epoch")
         self.dataset = dataset
         self.on_change: Callable[[str], object] | None = None
         self._watch: Watch | None = None
@@ -183,7 +184,7 @@ class CachedDataset(SampleCache):
         budget = available_memory() // 4 if byte_budget is None else byte_budget
         with RandomState.of(self._generators or []).restored(), files_opened() as files:
             before = self._random_state()
-            (sample,) = _samples(dataset, [0])
+            (sample,) = samples_of(dataset, [0])
             _refuse_moved(before, [0])  # early, as most random datasets draw for the first sample
             layout, values = _taken_apart(0, sample)
             self._table = _table(layout, len(dataset), budget)
@@ -300,7 +301,7 @@ class CachedDataset(SampleCache):
         if not rows:
             return
         before = self._random_state()
-        self._keep(before, rows, list(map(cloned, _samples(self.dataset, rows))))  # the dataset may reuse its memory
+        self._keep(before, rows, list(map(cloned, samples_of(self.dataset, rows))))  # the dataset may reuse its memory
 
     def _keep(self, before: RandomState | None, rows: Sequence[int], samples: Any) -> None:
         """Write samples to their rows, unless a generator has moved since ``before``."""
@@ -317,7 +318,7 @@ class CachedDataset(SampleCache):
         spread = sorted({round(i * last / (_SECOND_LOOK - 1)) for i in range(_SECOND_LOOK)})
         self._decode([row for row in spread if not self._table.has(row)])
         before = self._random_state()
-        for row, sample in zip(spread, _samples(self.dataset, spread), strict=True):
+        for row, sample in zip(spread, samples_of(self.dataset, spread), strict=True):
             layout, values = _taken_apart(row, sample)
             if layout != self._table.layout or not self._table.holds(row, values):
                 raise NotCacheable(f"dataset[{row}] gave two different results: the dataset is random")
@@ -367,7 +368,7 @@ def cache_in_memory(
         NotCacheable: the samples cannot be cached. The message says why. Generators are restored, as on success.
         WorkerError: a worker process died.
     """
-    reason = why_not_collated(loader) or _why_not_dataset(loader.dataset) or why_not_ordered(loader)
+    reason = why_not_collated(loader) or why_not_map_style(loader.dataset) or why_not_ordered(loader)
     if reason is not None:
         raise NotCacheable(reason)
     cached = loader.dataset
@@ -399,14 +400,13 @@ def _gathered(loader: DataLoader, cached: CachedDataset, *, depth: int, threads:
     )
 
 
-def _why_not_dataset(dataset: Any) -> str | None:
+def why_not_map_style(dataset: Any) -> str:
+    """Return why the samples of a dataset cannot be requested by their indices; empty if they can."""
     if isinstance(dataset, (IterableDataset, MapDataPipe)):
         return f"the dataset is a {type(dataset).__name__}, not map-style"
     if not hasattr(dataset, "__len__"):
         return f"the dataset, a {type(dataset).__name__}, has no length"
-    if hasattr(dataset, "set_epoch"):
-        return "the dataset has a set_epoch: its samples may change from epoch to epoch"
-    return "the dataset is empty" if len(dataset) == 0 else None
+    return "the dataset is empty" if len(dataset) == 0 else ""
 
 
 def _table(layout: SampleLayout, rows: int, byte_budget: int) -> Table:
@@ -439,7 +439,7 @@ def _check_count(samples: Any, count: int) -> None:
         raise NotCacheable(f"__getitems__ does not return a list of {count} samples for as many indices")
 
 
-def _samples(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
+def samples_of(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
     """Yield ``dataset[i]`` for each index, fetched as by ``DataLoader``."""
     batched = getattr(dataset, "__getitems__", None)
     for asked in [list(indices)] if batched else [[index] for index in indices]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from flatout.core import formatting
 from flatout.core.breaks import Break
 from flatout.core.described import Described
+from flatout.data.stages import Stage
 
 Status = Literal["kept", "rejected", "not applicable", "not tried", "advice"]
 
@@ -125,6 +126,7 @@ class Row(Described):
         expected: gain according to the literature; empty if unknown.
         purpose: effect of the technique, in one sentence; empty if unknown.
         left_out: True if ``techniques=`` or a plan forbids the technique.
+        stages: stages of loading, in the row that names them.
     """
 
     technique: str
@@ -139,6 +141,7 @@ class Row(Described):
     expected: str = ""
     purpose: str = ""
     left_out: bool = False
+    stages: tuple[Stage, ...] = ()
 
     def _facts(self) -> dict[str, str]:
         return {

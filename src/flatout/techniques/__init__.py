@@ -33,6 +33,7 @@ from flatout.techniques.fused_optimizer import FusedOptimizer
 from flatout.techniques.gradient_buckets import GradientBuckets
 from flatout.techniques.gradient_compression import GradientCompression
 from flatout.techniques.in_memory import InMemory
+from flatout.techniques.loading_stages import LoadingStages
 from flatout.techniques.malloc import Malloc
 from flatout.techniques.multiples import MultiplesOf8
 from flatout.techniques.precision import Precision
@@ -42,7 +43,6 @@ from flatout.techniques.static_graph import StaticGraph
 from flatout.techniques.sync_points import SyncPoints
 from flatout.techniques.tf32 import Tf32
 from flatout.techniques.torchscript import TorchScript
-from flatout.techniques.transforms import Transforms
 from flatout.techniques.workers import Workers
 
 REGISTRY: tuple[Technique, ...] = (
@@ -71,7 +71,7 @@ REGISTRY: tuple[Technique, ...] = (
     Decode(),
     PrefixCaching(),
     Workers(),
-    Transforms(),
+    LoadingStages(),
     SyncPoints(),
     MultiplesOf8(),
     Allocator(),

@@ -11,6 +11,7 @@ import torch
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
+    from flatout.report.model import Pace
     from flatout.training.job import Job
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -47,7 +48,7 @@ class Allocator(Advice):
         if any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS):
             raise NotApplicable(f"{' or '.join(SETTINGS)} says already whether segments expand")
 
-    def findings(self, job: Job, seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str]:
         """Return the findings on the shapes of the trial's batches and the allocator's retries so far."""
         seen = []
         if job.data.varies:

@@ -31,6 +31,7 @@ from flatout.techniques.calls import has_compiled_code
 from flatout.techniques.candidate import Candidate, LoaderCandidate
 
 if TYPE_CHECKING:
+    from flatout.data.stages import Stage
     from flatout.report.model import Pace
     from flatout.training.job import Job
 
@@ -293,11 +294,12 @@ class Advice(Technique):
     """Technique that names changes that only the user can make. Nothing is turned on and nothing is timed."""
 
     @abstractmethod
-    def findings(self, job: Job, seconds: float) -> Sequence[str]:
-        """Return sentences with file and line.
+    def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str | Stage]:
+        """Return sentences with file and line, or the stages of loading.
 
         Args:
             job: the tuned job. Its steps may run, because the caller restores their changes.
+            pace: pace of the tuned loop.
             seconds: time limit.
 
         Raises:

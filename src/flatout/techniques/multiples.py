@@ -16,6 +16,7 @@ from flatout.training.autocast import autocast_dtype
 from flatout.training.step_flops import share_of_flops
 
 if TYPE_CHECKING:
+    from flatout.report.model import Pace
     from flatout.training.job import Job
 
 WORTH_NAMING = 0.01
@@ -125,7 +126,7 @@ class MultiplesOf8(Advice):
         if torch.cuda.get_device_capability(job.spec.device) < (7, 0):
             raise NotApplicable(f"{torch.cuda.get_device_name(job.spec.device)} has no tensor cores")
 
-    def findings(self, job: Job, seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str]:
         """Return the layers with a considerable share of the step's FLOPs."""
         layers = odd_layers(job.spec.model, autocast_dtype(job.spec.model), tf32=multiplies_in_tf32(job.spec.device))
         layers = [layer for layer in layers if _share(job, layer) >= WORTH_NAMING]

@@ -11,6 +11,7 @@ from flatout.profile.syncs import of_frame, watching
 from flatout.techniques.base import Advice, NotApplicable
 
 if TYPE_CHECKING:
+    from flatout.report.model import Pace
     from flatout.training.job import Job
 
 _VALUES = {"item", "cpu", "to", "tolist", "numpy", "print", "equal", "synchronize"}
@@ -33,7 +34,7 @@ class SyncPoints(Advice):
     title = "sync points"
     expected = "40–50 ms per wait"
 
-    def findings(self, job: Job, seconds: float) -> Sequence[str]:
+    def findings(self, job: Job, pace: Pace, seconds: float) -> Sequence[str]:
         """Return lines of the user's code, most frequent first, with advice."""
         ranks = job.spec.ranks
         steps, deadline = 0, ranks.now() + seconds

@@ -20,6 +20,7 @@ from typing import Any
 from flatout.core import formatting
 from flatout.core.errors import Unsuitable, free_memory
 from flatout.core.machine import load_average, usable_cores
+from flatout.data.stages import Stage, in_words
 from flatout.plan import Plan
 from flatout.report.model import Pace, Row, Status
 from flatout.techniques import REGISTRY, Advice, LoaderTechnique, Measured, NotApplicable, Rule, StepTechnique
@@ -391,7 +392,7 @@ class Agenda:
         for technique in REGISTRY:
             if isinstance(technique, Advice):
                 with session.stage(f"looking at {technique.title}"):
-                    session.ledger.add(Decision(_advise(technique, session)))
+                    session.ledger.add(Decision(_advise(technique, session, outcome.after)))
         refresh(bench)
         session.job.data.batches = ()
         for candidate in session.ledger.candidates:
@@ -422,7 +423,7 @@ def noise_and_load(bench: Bench) -> str:
     return ", ".join(facts) or "the noise here is unknown"
 
 
-def _advise(technique: Advice, session: Session) -> Row:
+def _advise(technique: Advice, session: Session, pace: Pace | None) -> Row:
     """Return the row of an advice, which may take a share of the budget."""
     row, ranks = technique.row("not tried", ""), session.job.spec.ranks
     if session.choices.of(technique) is False:
@@ -430,10 +431,10 @@ def _advise(technique: Advice, session: Session) -> Row:
     try:
         with applies_on_all(ranks):
             technique.check(session.job)
-        if not session.measures:
+        if pace is None or not session.measures:
             return replace(row, why="nothing is evaluated without a budget or with a plan")
         with ranks.attempt():
-            row = _found(technique, session)
+            row = _found(technique, session, pace)
         return ranks.first(row)
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
@@ -441,14 +442,16 @@ def _advise(technique: Advice, session: Session) -> Row:
         return replace(row, status="not applicable", why=f"looking failed with {formatting.first_line(error)}")
 
 
-def _found(technique: Advice, session: Session) -> Row:
+def _found(technique: Advice, session: Session, pace: Pace) -> Row:
     """Return the row of an advice that applies, as this rank finds it."""
     row = technique.row("advice", "")
     try:
-        found = technique.findings(session.job, SHARE * session.bench.budget.seconds)
+        found = technique.findings(session.job, pace, SHARE * session.bench.budget.seconds)
     except NotApplicable as reason:
         return replace(row, status="not applicable", why=str(reason))
-    return replace(row, why="\n".join(found))
+    stages = tuple(each for each in found if isinstance(each, Stage))
+    why = in_words(stages) if stages else "\n".join(map(str, found))
+    return replace(row, why=why, stages=stages)
 
 
 def _completed(pace: Pace | None, job: Job, peak: float | None, costs: Mapping[str, Any]) -> Pace | None:
