@@ -53,7 +53,7 @@ PATTERNS: dict[str, str] = {
     "for-inference": "for inference",
     "forbidden": "does without it",
     "fragmentation": "GPU memory may fragment",
-    "front-in-memory": "kept before their random transforms",
+    "front-in-memory": "keeps the samples before their",
     "from-cache": "^(the decisions come from )?the cached plan (of|asks|does)|^in an earlier start: ",
     "gradient-not-finite": r"the gradient of \S+ is the first that is not finite, in the order",
     "gradients-clipped": "clipping multiplied all of them by NaN",

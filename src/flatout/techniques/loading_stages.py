@@ -43,7 +43,7 @@ class LoadingStages(Advice):
             raise NotApplicable(f"loading is not the limit: it takes less than {100 * WORTH_TELLING:.0f} % of the time")
         loader = base_of(job.data.source) or base_of(job.data.loader)
         if loader is None or isinstance(loader.dataset, PrefixCache):
-            raise NotApplicable("samples are kept before their random transforms, and flatout runs these")
+            raise NotApplicable("flatout keeps the samples before their random steps, or makes them natively")
         try:
             return sample_stages(loader, seconds=seconds, device=job.spec.device)
         except NotExamined as error:
