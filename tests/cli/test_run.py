@@ -239,6 +239,12 @@ def test_of_several_ranks_one_says_once_why_nothing_is_tuned(trains: bool, tmp_p
     assert said == [{"several-ranks"} if trains else {"no-update"}]
 
 
+def test_a_script_that_tunes_itself_is_not_said_to_have_no_updates(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING + "import flatout\nflatout.auto()\ntrain()")
+    done = run([*UNDER_FLATOUT, "script.py"], tmp_path)
+    assert (done.status, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("option", ["--only", "--without"])
 def test_unknown_techniques_are_refused(option: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('ran')")

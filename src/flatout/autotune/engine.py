@@ -76,20 +76,24 @@ class Engine:
         tunings: one for each tuned module.
         allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
-        why_nothing: reason why nothing is tuned. Empty before the first update, and if tuning may begin.
+        why_nothing: reason why nothing is tuned, which the user knows already. Empty before the first update, and if
+            tuning may begin.
         why_untuned: reason why the latest optimizer or module without a tuning has none; empty without one.
     """
 
     _latest: ClassVar[Engine | None] = None
 
     def __init__(self, options: Options, say: Callable[[str], object]) -> None:
-        if Engine._latest is not None:
-            Engine._latest.undo()
+        if (earlier := Engine._latest) is not None:
+            earlier.undo()
+            if earlier.allowance is None:
+                earlier.why_nothing = earlier.why_nothing or "a later call of flatout.auto() tunes the training"
         Engine._latest = self
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
-        self.why_nothing = self.why_untuned = ""
+        self.why_nothing: str = ""
+        self.why_untuned = ""
         self._options = options
         self._say = say
         self._process, self._thread = os.getpid(), 0
@@ -304,7 +308,10 @@ class Engine:
     def _give_up(self, error: Exception) -> None:
         """End and undo all tuning, after an error that belongs to no module."""
         self.undo()
-        self._say(f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}")
+        self.why_nothing = (
+            f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}"
+        )
+        self._say(self.why_nothing)
         _log.debug("an error ended the tuning", exc_info=error)
 
     def _fail(self, name: str, error: Exception) -> None:
