@@ -1,0 +1,96 @@
+"""Ranks of a script that wraps its model in ``DistributedDataParallel``, and tunes it on all ranks together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.autotune.recorder import RecordedUpdate, linearized_loss
+from flatout.distributed.agreement import Agreement, GroupAgreement
+from flatout.distributed.gradient_sync import GradientSync
+from flatout.distributed.step_clock import StepClock
+from flatout.tuning.ranks import comes_wrapped
+
+PATIENCE = timedelta(seconds=20)
+"""Time after which a rank that does not come to an agreed update counts as lost.
+
+All ranks come from the same backward, whose gradients they average.
+"""
+
+TURN_PATIENCE = timedelta(minutes=10)
+"""Time after which a rank counts as lost in a turn. A rank may compile for minutes while the others wait."""
+
+_ADVICE = "Call flatout.optimize() in the script"
+
+
+class Replica:
+    """Module inside a script's ``DistributedDataParallel``, which all ranks tune together.
+
+    The recorded calls are those of the DDP, which averages gradients in the backwards of trials as in the script.
+
+    Args:
+        ddp: the module that the script calls.
+        ranks: all ranks.
+
+    Attributes:
+        module: the module to tune.
+        ranks: the argument.
+        sync: averages gradients over the ranks.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, ranks: Agreement) -> None:
+        self.module: nn.Module = ddp.module
+        self.ranks = ranks
+        self._ddp = ddp
+        device = next(ddp.parameters()).device
+        self.sync = GradientSync([ddp.module], ranks, StepClock(device), ddp)
+
+    def loss(self, _: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of recorded calls of the DDP."""
+        return linearized_loss(self._ddp, batch)
+
+
+def ddp_of(update: RecordedUpdate) -> DistributedDataParallel | None:
+    """Return the DDP with most parameters among the recorded modules, or None without one. All ranks find the same."""
+    found = [module for module in update.batches if isinstance(module, DistributedDataParallel)]
+    return max(found, key=lambda module: sum(p.numel() for p in module.parameters()), default=None)
+
+
+def why_not_together(update: RecordedUpdate) -> str:
+    """Return the reason why no module of an update is tuned on several ranks; empty if the ranks may be connected."""
+    several = "nothing is tuned: several ranks train together"
+    if not (dist.is_available() and dist.is_initialized()):
+        return f"{several} without a process group of torch. {_ADVICE}"
+    ddp: Any = ddp_of(update)
+    if ddp is None:
+        if any(map(comes_wrapped, update.batches)):
+            return f"{several}, and FSDP, fully_shard and parts of a module in DistributedDataParallel are not tuned"
+        return f"{several} without DistributedDataParallel. {_ADVICE}"
+    if type(ddp.module).__module__.startswith("flatout."):
+        return f"{several}, and flatout.optimize() has tuned them"
+    if ddp.process_group is not dist.group.WORLD:
+        return f"{several}, in a process group that is not the default one"
+    if ddp._join_config.enable:
+        return f"{several}, and model.join() allows them different numbers of updates"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
+        return f"{several}, and SyncBatchNorm waits for all of them inside the forward"
+    has_hooks = any(p._post_accumulate_grad_hooks for p in ddp.parameters())
+    if ddp.mixed_precision is not None or has_hooks or comes_wrapped(ddp.module):
+        return f"{several}, and parameters in DistributedDataParallel have hooks, shards or mixed_precision"
+    return ""
+
+
+def connected() -> Agreement:
+    """Connect all ranks of the default process group. All ranks must call this after the same update.
+
+    The ranks get a group of their own. Its end is not monitored, so that a rank fails as it does without flatout.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    group: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return GroupAgreement(group)
