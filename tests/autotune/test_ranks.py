@@ -99,7 +99,7 @@ def statuses(running: Engine) -> dict[str, str]:
     [({}, 1), ({}, 2), ({"find_unused_parameters": True}, 2), ({"static_graph": True}, 1)],
     ids=str,
 )
-@on_ranks("pair")
+@on_ranks("pool")
 def test_trials_leave_no_trace_on_any_rank(accumulate: int, options: dict[str, bool]) -> None:
     with simulated_tuning() as clock:
         model = replicated(**options)
@@ -178,7 +178,7 @@ def fails_in_backward(model: nn.Module) -> Any:
 @pytest.mark.parametrize("fail", [None, fails_in_forward, fails_in_backward])
 @pytest.mark.parametrize(
     ("options", "accumulate"),
-    [({"bucket_cap_mb": 0.0001}, 1), ({"find_unused_parameters": True}, 1), ({}, 2)],
+    [({"bucket_cap_mb": 0.0001}, 1), ({"find_unused_parameters": True}, 1), ({"static_graph": True}, 1), ({}, 2)],
     ids=str,
 )
 @on_ranks("pair")
@@ -187,7 +187,7 @@ def test_a_trial_that_fails_on_one_rank_fails_on_all(fail: Any, options: dict[st
 
     def candidates(_: FusedOptimizer, job: Job) -> list[Candidate]:
         change = fail if dist.get_rank() == 1 else passes
-        return [ChangeCandidate("fails", True, lambda: change(job.spec.model[0]).remove)]
+        return [ChangeCandidate(label, True, lambda: change(job.spec.model[0]).remove) for label in ("one", "two")]
 
     said: list[str] = []
     with simulated_tuning() as clock:

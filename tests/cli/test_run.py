@@ -113,11 +113,8 @@ while time.time() < end:
 RANKS = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(model)
 train()
 dist.destroy_process_group()
-# The model holds the group. A thread of gloo that is at work when Python ends aborts the process, under python too.
-del model
 """
 
 SCRIPTS = {

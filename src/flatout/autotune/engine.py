@@ -28,7 +28,7 @@ from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
 from flatout.core.errors import parameters_of
 from flatout.core.step_hooks import without_users_hooks
-from flatout.distributed.agreement import ALONE, PARTED, Agreement, RanksApart
+from flatout.distributed.agreement import ALONE, PARTED, Agreement, OutOfStep, RanksApart
 from flatout.training.attachments import detach
 from flatout.tuning.budget import Allowance
 from flatout.tuning.ranks import is_first_rank, world_size
@@ -179,6 +179,8 @@ class Engine:
         self._is_in_hook = True
         try:
             self._count(optimizer)
+        except OutOfStep:  # the collectives of this rank no longer match those of the others
+            raise
         except Exception as error:
             self._give_up(error)
         finally:
@@ -321,6 +323,9 @@ class Engine:
             self._next_meeting = ranks.first(self._next_turn())
             if self._next_meeting == math.inf:
                 self._part()
+        except OutOfStep:
+            self.close()
+            raise
         except Exception as error:
             self.close()
             self.why_untuned = f"the tuning has ended: {formatting.first_line(error)}"

@@ -269,7 +269,7 @@ class GroupAgreement(Agreement):
         self._rows.limit(timeout)
 
     def close(self) -> None:
-        self._broken = OutOfStep("this rank has left the agreement")
+        self._broken = LostRank("this rank has left the agreement")
         self._rows.close()
         with suppress(Exception):  # the script has destroyed all groups
             dist.destroy_process_group(self._group)

@@ -321,7 +321,7 @@ class GradientSync:
         reducer, launched = self._ddp.reducer, self._launched - self._first
         # In the first backward of a static graph, all all-reduces come at the end. The first one is the all-reduce of
         # the used parameters.
-        if self.options.static_graph and self._steps == 0:
+        if self.options.static_graph and self._steps == 0 and self._scripts is None:
             if launched == 0:
                 self._ddp._match_unused_params_allreduce()
             launched = max(0, launched - 1)
