@@ -340,7 +340,7 @@ class Engine:
         if update is None:
             return False
         if reason := why_not_together(update):
-            self._refuse(reason)
+            self._refuse(f"nothing is tuned on several ranks: {reason}")
             return False
         self._ranks = connected()
         atexit.register(self._part)  # a thread of gloo that is at work when Python ends aborts the process

@@ -79,7 +79,7 @@ class Options:
         if self.budget == 0:
             return f"nothing is tuned: {BUDGET_VARIABLE}=0 allows no trial"
         if not self.tunes_ranks and world_size() > 1:
-            return "nothing is tuned: several ranks train together, which flatout run can tune"
+            return "nothing is tuned on several ranks: flatout run can tune them"
         return ""
 
 

@@ -62,25 +62,25 @@ def ddp_of(update: RecordedUpdate) -> DistributedDataParallel | None:
 
 def why_not_together(update: RecordedUpdate) -> str:
     """Return the reason why no module of an update is tuned on several ranks; empty if the ranks may be connected."""
-    several = "nothing is tuned: several ranks train together"
     if not (dist.is_available() and dist.is_initialized()):
-        return f"{several} without a process group of torch. {_ADVICE}"
+        return f"the script has no process group. {_ADVICE}"
     ddp: Any = ddp_of(update)
+    if ddp is None and any(map(comes_wrapped, update.batches)):
+        return "the model is sharded by FSDP or fully_shard, or has DistributedDataParallel inside"
     if ddp is None:
-        if any(map(comes_wrapped, update.batches)):
-            return f"{several}, and FSDP, fully_shard and parts of a module in DistributedDataParallel are not tuned"
-        return f"{several} without DistributedDataParallel. {_ADVICE}"
+        return f"the model is not in DistributedDataParallel. {_ADVICE}"
     if type(ddp.module).__module__.startswith("flatout."):
-        return f"{several}, and flatout.optimize() has tuned them"
+        return "flatout.optimize() has tuned them"
     if ddp.process_group is not dist.group.WORLD:
-        return f"{several}, in a process group that is not the default one"
+        return "the model has a process group that is not the default one"
     if ddp._join_config.enable:
-        return f"{several}, and model.join() allows them different numbers of updates"
+        return "model.join() allows them different numbers of updates"
     if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
-        return f"{several}, and SyncBatchNorm waits for all of them inside the forward"
-    has_hooks = any(p._post_accumulate_grad_hooks for p in ddp.parameters())
-    if ddp.mixed_precision is not None or has_hooks or comes_wrapped(ddp.module):
-        return f"{several}, and parameters in DistributedDataParallel have hooks, shards or mixed_precision"
+        return "SyncBatchNorm waits for all of them inside the forward"
+    if ddp.mixed_precision is not None:
+        return "DistributedDataParallel has mixed_precision="
+    if comes_wrapped(ddp.module) or any(p._post_accumulate_grad_hooks for p in ddp.parameters()):
+        return "parameters inside DistributedDataParallel are sharded, or have hooks after their gradients"
     return ""
 
 
