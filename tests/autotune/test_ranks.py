@@ -257,7 +257,18 @@ def inside() -> nn.Module:
     return nn.Sequential(replicated())
 
 
-@pytest.mark.parametrize("make", [net, sharded, joined, of_another_group, inside])
+def of_lightning() -> nn.Module:
+    made: Any = type("Module", (nn.Sequential,), {"__module__": "lightning.pytorch"})
+    return DistributedDataParallel(made(*net()))
+
+
+def synchronized() -> nn.Module:
+    model = replicated()
+    model.module.add_module("norm", nn.SyncBatchNorm(3).eval())
+    return model
+
+
+@pytest.mark.parametrize("make", [net, sharded, joined, of_another_group, inside, of_lightning, synchronized])
 @on_ranks("pair")
 def test_rank_0_says_once_why_nothing_is_tuned(make: Any) -> None:
     said: list[str] = []

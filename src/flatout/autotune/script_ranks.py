@@ -24,6 +24,9 @@ All ranks come from the same backward, whose gradients they average.
 TURN_PATIENCE = timedelta(minutes=10)
 """Time after which a rank counts as lost in a turn. A rank may compile for minutes while the others wait."""
 
+_LIGHTNING = "lightning.", "pytorch_lightning."
+"""Packages whose strategies call ``training_step`` in place of ``forward`` inside of their DDP."""
+
 _ADVICE = "Call flatout.optimize() in the script"
 
 
@@ -71,6 +74,8 @@ def why_not_together(update: RecordedUpdate) -> str:
         return f"the model is not in DistributedDataParallel. {_ADVICE}"
     if type(ddp.module).__module__.startswith("flatout."):
         return "flatout.optimize() has tuned them"
+    if any(kind.__module__.startswith(_LIGHTNING) for kind in type(ddp.module).__mro__):
+        return "Lightning replaces the forward of its module during each call, which cannot be repeated"
     if ddp.process_group is not dist.group.WORLD:
         return "the model has a process group that is not the default one"
     if ddp._join_config.enable:
