@@ -202,27 +202,32 @@ class Engine:
                 self.close()
                 return
             self._leader = weakref.ref(optimizer)
-        if getattr(optimizer, "optim", None) is self._leader():  # a ZeroRedundancyOptimizer's part of this rank
+        if (
+            self._is_one_of_several and getattr(optimizer, "optim", None) is self._leader()
+        ):  # a ZeroRedundancyOptimizer's part of this rank
             self._leader = weakref.ref(optimizer)
         if optimizer is self._leader():
             self.updates += 1
             self._update_seconds, self._last_update = now - self._last_update, now
             if self._recorder is not None:
                 self._drawn = self._loaders.drawn()
-        is_busy = _is_busy()
         if self._recorder is not None:
-            if not is_busy:
+            if not _is_busy():
                 self._end_recorded(optimizer)
         elif optimizer not in self._known:
             if taken >= FEWEST_STEPS and not self._is_one_of_several:
                 self._start_recording()
         elif optimizer is self._leader() and len(self._usual_seconds) < USUAL_UPDATES:
             self._note_usual_update()
-        elif now >= self._due and not (self._is_one_of_several or is_busy or threading.get_ident() != self._thread):
+        elif now >= self._due and not (self._is_one_of_several or self._is_disturbed()):
             assert self.allowance is not None
             self._take_turn(optimizer, self.allowance.left)
-        if self._is_one_of_several and optimizer is self._leader() and self.updates >= self._next_meeting:
-            self._meet(optimizer, is_busy or threading.get_ident() != self._thread)
+        if self._is_one_of_several and self.updates >= self._next_meeting and optimizer is self._leader():
+            self._meet(optimizer)
+
+    def _is_disturbed(self) -> bool:
+        """Return True if no turn may begin now."""
+        return threading.get_ident() != self._thread or _is_busy()
 
     def _end_recorded(self, optimizer: Optimizer) -> None:
         """Record the end of an update, and stop after ``MOST_RECORDED`` of them."""
@@ -302,14 +307,14 @@ class Engine:
 
     # Several ranks
 
-    def _meet(self, optimizer: Optimizer, is_busy: bool) -> None:
+    def _meet(self, optimizer: Optimizer) -> None:
         """Meet the other ranks after an agreed update: compare what they have recorded, or take a turn together."""
         try:
             if self._ranks.size == 1 and not self._connect(optimizer):
                 return
             ranks, seconds = self._ranks, self._affordable(optimizer)
             ranks.limit(PATIENCE)
-            met = ranks.every((self.updates, self._form_on_this_rank(), is_busy, seconds))
+            met = ranks.every((self.updates, self._form_on_this_rank(), self._is_disturbed(), seconds))
             if any(each[:2] != met[0][:2] for each in met):
                 raise RanksApart("the ranks have recorded different calls or updates")
             if self._recorder is not None:
@@ -318,7 +323,7 @@ class Engine:
             ranks.limit(TURN_PATIENCE)
             if self._found is not None:
                 self._begin_together(optimizer, self._found)
-            elif met[0][-1] and not any(is_busy for *_, is_busy, _ in met):
+            elif met[0][-1] and not any(is_disturbed for *_, is_disturbed, _ in met):
                 self._take_turn(optimizer, met[0][-1])
             self._next_meeting = ranks.first(self._next_turn())
             if self._next_meeting == math.inf:
