@@ -104,13 +104,15 @@ def test_trials_leave_no_trace_on_any_rank(accumulate: int, options: dict[str, b
     with simulated_tuning() as clock:
         model = replicated(**options)
         expected = tensors(model, train(model, clock=clock, accumulate=accumulate))
-        model, said = replicated(**options), []
+        model, said, sizes = replicated(**options), [], set()
+        model.register_forward_pre_hook(lambda _, args: sizes.add(len(args[0])))
         with engine(said, techniques=QUICK, is_dry=True) as running:
             found = tensors(model, train(model, clock=clock, accumulate=accumulate))
             assert not said
             tried = [row.technique for row in running.tunings[0].report.rows if row.trials]
         assert tried
         assert_alike(tried)
+        assert sizes == {8}  # each rank has recorded batches of its own
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 
@@ -237,6 +239,7 @@ def test_ranks_that_record_other_calls_are_not_tuned() -> None:
             optimizer.step()
         assert not running.tunings
     assert [len(each) for each in of_all(said)] == [1, 0]
+    assert "different calls" in running.why_untuned
 
 
 def sharded() -> nn.Module:
