@@ -166,7 +166,7 @@ PATTERNS: dict[str, str] = {
     "settings-keep-changing": "change again and again",
     "setup-exceeds-budget": "a trial takes about",
     "setup-not-worth-it": "could save .* at the very most",
-    "several-ranks": "several ranks train together",
+    "several-ranks": "on several ranks:",
     "several-devices": "spread over several devices",
     "shapes-differ": "samples differ in shape",
     "shapes-vary": "come in several shapes",

@@ -250,9 +250,10 @@ def test_a_recording_that_fails_is_said_once_and_ends_the_tuning(
 
     monkeypatch.setattr(f"flatout.autotune.recorder.RecordedCall.{part}", fails)
     said: list[str] = []
-    with engine(said):
+    with engine(said) as running:
         found = plain(UPDATES, slowed(clock)).tensors()
     assert len(said) == 1
+    assert str(ScriptReport.of(running)) == said[0]
     assert_same(found, expected)
 
 

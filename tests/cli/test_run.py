@@ -113,11 +113,8 @@ while time.time() < end:
 RANKS = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(model)
 train()
 dist.destroy_process_group()
-# The model holds the group. A thread of gloo that is at work when Python ends aborts the process, under python too.
-del model
 """
 
 SCRIPTS = {
@@ -237,6 +234,12 @@ def test_of_several_ranks_one_says_once_why_nothing_is_tuned(trains: bool, tmp_p
     assert done.status == 0, done.stderr
     said = [reasons(line) for line in done.stderr.splitlines() if line.startswith("flatout: ")]
     assert said == [{"several-ranks"} if trains else {"no-update"}]
+
+
+def test_a_script_that_tunes_itself_is_not_said_to_have_no_updates(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING + "import flatout\nflatout.auto()\ntrain()")
+    done = run([*UNDER_FLATOUT, "script.py"], tmp_path)
+    assert (done.status, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("option", ["--only", "--without"])

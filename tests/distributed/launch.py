@@ -73,6 +73,13 @@ def torchrun(
         )
 
 
+def torchrun_module(*command: str, ranks: int = 2, limit: float = LIMIT, **variables: str) -> Ended:
+    """Run ``python -m`` and a module, or a script if the first word is empty, on several ranks of one machine."""
+    module = ("-m", command[0]) if command[0] else ()
+    environment = {"OMP_NUM_THREADS": "1", **variables}
+    return _ended([_torchrun(ranks, *module, *command[1:])], [environment], limit)
+
+
 def plainly(script: str, *, ranks: int = 2, **variables: str) -> Ended:
     """Run Python code on several ranks without an agent, as ``srun`` and ``mpirun`` do."""
     with socket.socket() as free:

@@ -68,7 +68,7 @@ class AdviceSession:
     """
 
     def __init__(self, options: Options, seconds: float) -> None:
-        self._options = replace(options, budget=None)  # --seconds is the limit
+        self._options = replace(options, budget=None, tunes_ranks=False)  # --seconds is the limit
         self._seconds = seconds
         self._recording = ProfileRecording(STEPS, WARMUP)
         self._sizes: tuple[float, float] | None = None

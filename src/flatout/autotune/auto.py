@@ -29,6 +29,11 @@ class Auto(Described):
         """Report on all tuning so far."""
         return ScriptReport.of(self._engine)
 
+    @property
+    def why_nothing(self) -> str:
+        """Reason why nothing is tuned, which stderr shows already. Empty if there is none."""
+        return self._engine.why_nothing
+
     def undo(self) -> None:
         """Stop tuning, and turn off everything that is kept. Weights keep the values that training gave them."""
         self._engine.undo()

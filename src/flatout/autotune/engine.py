@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import math
@@ -10,7 +11,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -22,13 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from flatout.autotune.loaders import Drawn, Loaders
 from flatout.autotune.module_tuning import ModuleTuning, Options
 from flatout.autotune.recorder import RecordedUpdate, Recorder, with_gradients_of_update
+from flatout.autotune.script_ranks import PATIENCE, TURN_PATIENCE, Replica, connected, ddp_of, why_not_together
 from flatout.core import formatting
 from flatout.core.effects import Unrepeatable
 from flatout.core.errors import parameters_of
 from flatout.core.step_hooks import without_users_hooks
+from flatout.distributed.agreement import ALONE, PARTED, Agreement, OutOfStep, RanksApart
 from flatout.training.attachments import detach
 from flatout.tuning.budget import Allowance
-from flatout.tuning.ranks import is_first_rank
+from flatout.tuning.ranks import is_first_rank, world_size
 
 LEAST_SHARE = 0.05
 """Smallest share of an update's time that the calls of a tuned module take."""
@@ -54,6 +57,9 @@ MOST_REPORTS = 16
 USUAL_UPDATES = 3
 """Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
 
+MOST_UPDATES_APART = 1000
+"""Most updates of several ranks from one meeting to the next, whose estimate may be wrong."""
+
 _log = logging.getLogger("flatout.autotune")
 _log.propagate = False  # the root logger is the script's
 
@@ -64,6 +70,10 @@ class Engine:
     Two updates of each optimizer are recorded. Tuning then takes turns with the script's updates, within an
     :class:`Allowance`. An error of flatout in a module's tuning ends this tuning, undoes its changes, and is reported
     once.
+
+    Several ranks record as one process does. They meet after an agreed update of their first optimizer, where rank 0
+    decides about a turn of all, and agree on the update of the next meeting. The updates between have no communication
+    of flatout. One module of the first optimizer is tuned. If a rank does not come, all tuning ends. Rank 0 speaks.
 
     At most one engine works at a time, because trials of two engines would disturb each other. A new engine undoes the
     earlier one.
@@ -76,20 +86,24 @@ class Engine:
         tunings: one for each tuned module.
         allowance: time for tuning, or None before the first update.
         updates: number of updates of the optimizer that stepped first.
-        why_nothing: reason why nothing is tuned. Empty before the first update, and if tuning may begin.
+        why_nothing: reason why nothing is tuned, which the user knows already. Empty before the first update, and if
+            tuning may begin.
         why_untuned: reason why the latest optimizer or module without a tuning has none; empty without one.
     """
 
     _latest: ClassVar[Engine | None] = None
 
     def __init__(self, options: Options, say: Callable[[str], object]) -> None:
-        if Engine._latest is not None:
-            Engine._latest.undo()
+        if (earlier := Engine._latest) is not None:
+            earlier.undo()
+            if earlier.allowance is None:
+                earlier.why_nothing = earlier.why_nothing or "a later call of flatout.auto() tunes the training"
         Engine._latest = self
         self.tunings: list[ModuleTuning] = []
         self.allowance: Allowance | None = None
         self.updates = 0
-        self.why_nothing = self.why_untuned = ""
+        self.why_nothing: str = ""
+        self.why_untuned = ""
         self._options = options
         self._say = say
         self._process, self._thread = os.getpid(), 0
@@ -109,6 +123,10 @@ class Engine:
         self._loaders = Loaders()
         self._hook: Any = register_optimizer_step_post_hook(self._stepped)
         self._recorder: Recorder | None = None
+        self._is_one_of_several = False
+        self._ranks: Agreement = ALONE
+        self._found: tuple[RecordedUpdate, RecordedUpdate] | None = None  # recorded on this rank, and not yet tuned
+        self._next_meeting: float = 0
         self._start_recording()
 
     def close(self) -> None:
@@ -122,6 +140,7 @@ class Engine:
         self._loaders.close()
         for tuning in self.tunings:
             tuning.end()
+        self._part()
 
     def undo(self) -> None:
         """Stop tuning, and turn off all kept techniques."""
@@ -160,6 +179,8 @@ class Engine:
         self._is_in_hook = True
         try:
             self._count(optimizer)
+        except OutOfStep:  # the collectives of this rank no longer match those of the others
+            raise
         except Exception as error:
             self._give_up(error)
         finally:
@@ -177,6 +198,13 @@ class Engine:
         if self._leader is None:
             return
         if self._leader() is None:  # the script has dropped the first optimizer
+            if self._is_one_of_several:  # other ranks may drop theirs later
+                self.close()
+                return
+            self._leader = weakref.ref(optimizer)
+        if (
+            self._is_one_of_several and getattr(optimizer, "optim", None) is self._leader()
+        ):  # a ZeroRedundancyOptimizer's part of this rank
             self._leader = weakref.ref(optimizer)
         if optimizer is self._leader():
             self.updates += 1
@@ -184,29 +212,39 @@ class Engine:
             if self._recorder is not None:
                 self._drawn = self._loaders.drawn()
         if self._recorder is not None:
-            if _is_busy():
-                return
-            self._recorded.setdefault(optimizer, None)
-            self._recorder.end_update(optimizer)
-            self._recorded_steps += 1
-            if self._recorded_steps > MOST_RECORDED * min(len(self._recorded), MOST_OPTIMIZERS):
-                self._stop_recording()
+            if not _is_busy():
+                self._end_recorded(optimizer)
         elif optimizer not in self._known:
-            if taken >= FEWEST_STEPS:
+            if taken >= FEWEST_STEPS and not self._is_one_of_several:
                 self._start_recording()
         elif optimizer is self._leader() and len(self._usual_seconds) < USUAL_UPDATES:
             self._note_usual_update()
-        elif now >= self._due and threading.get_ident() == self._thread and not _is_busy():
-            self._take_turn(optimizer)
+        elif now >= self._due and not (self._is_one_of_several or self._is_disturbed()):
+            assert self.allowance is not None
+            self._take_turn(optimizer, self.allowance.left)
+        if self._is_one_of_several and self.updates >= self._next_meeting and optimizer is self._leader():
+            self._meet(optimizer)
+
+    def _is_disturbed(self) -> bool:
+        """Return True if no turn may begin now."""
+        return threading.get_ident() != self._thread or _is_busy()
+
+    def _end_recorded(self, optimizer: Optimizer) -> None:
+        """Record the end of an update, and stop after ``MOST_RECORDED`` of them."""
+        assert self._recorder is not None
+        self._recorded.setdefault(optimizer, None)
+        self._recorder.end_update(optimizer)
+        self._recorded_steps += 1
+        if self._recorded_steps > MOST_RECORDED * min(len(self._recorded), MOST_OPTIMIZERS):
+            self._stop_recording()
 
     def _begin(self, leader: Optimizer) -> None:
         """Begin with the optimizer that steps first."""
         self.why_nothing = self._options.why_nothing
         if self.why_nothing:
-            if is_first_rank():
-                self._say(self.why_nothing)
-            self.close()
+            self._refuse(self.why_nothing)
             return
+        self._is_one_of_several = world_size() > 1
         self._leader, self._thread = weakref.ref(leader), threading.get_ident()
         self.allowance = Allowance(math.inf if self._options.budget is None else self._options.budget)
         self._last_update = time.perf_counter()
@@ -216,11 +254,17 @@ class Engine:
         if optimizer in self._known:
             return
         earlier, self._recorded[optimizer] = self._recorded.get(optimizer), update
-        if earlier is not None and update.batches and _form(earlier) == _form(update):
+        if earlier is None or not update.batches or _form(earlier) != _form(update):
+            return
+        if not self._is_one_of_several:
             assert self._recorder is not None
             with self._recorder.suspended(), _in_default_modes():
                 self._known[optimizer] = self._tunings_of(optimizer, earlier, update)
             self._schedule()
+        elif self._leader is not None and optimizer is self._leader():
+            self._found = earlier, update
+            for each in self._recorded:
+                self._known[each] = []
         if all(optimizer in self._known for optimizer in self._recorded):
             self._stop_recording()
 
@@ -234,27 +278,124 @@ class Engine:
         for module in modules:
             if module in tuned or any(p._post_accumulate_grad_hooks for p in module.parameters()):
                 continue  # such hooks may step optimizers inside a backward
-            # Trials of the optimizer's first module call its step. LBFGS cannot step without a closure.
-            is_stepped = not made and not isinstance(optimizer, torch.optim.LBFGS)
+            drawn = None if self.tunings or made else self._drawn
             try:
-                batches = [with_gradients_of_update(module, optimizer, each.batches[module]) for each in updates]
-                drawn = None if self.tunings or made else self._drawn
-                made.append(
-                    ModuleTuning(
-                        module,
-                        optimizer,
-                        is_stepped,
-                        batches,
-                        self._options,
-                        self._update_seconds,
-                        drawn,
-                        self._loaders.serve,
-                    )
-                )
+                batches = [each.batches[module] for each in updates]
+                # Trials of the optimizer's first module call its step.
+                made.append(self._tuning_of(module, optimizer, batches, is_stepped=not made, drawn=drawn))
             except Exception as error:
                 self._fail(type(module).__name__, error)
         self.tunings += made
         return made
+
+    def _tuning_of(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        updates: Sequence[Sequence[dict[str, Any]]],
+        replica: Replica | None = None,
+        *,
+        is_stepped: bool = True,
+        drawn: Drawn | None = None,
+    ) -> ModuleTuning:
+        """Return the tuning of a module on recorded updates. Arguments are those of ``ModuleTuning``."""
+        how = () if replica is None else (replica.loss, replica.sync)
+        updates = [with_gradients_of_update(module, optimizer, each, *how) for each in updates]
+        is_stepped = is_stepped and not isinstance(optimizer, torch.optim.LBFGS)  # which cannot step without a closure
+        seconds, serve = self._update_seconds, self._loaders.serve
+        return ModuleTuning(module, optimizer, is_stepped, updates, self._options, seconds, drawn, serve, replica)
+
+    # Several ranks
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Meet the other ranks after an agreed update: compare what they have recorded, or take a turn together."""
+        try:
+            if self._ranks.size == 1 and not self._connect(optimizer):
+                return
+            ranks, seconds = self._ranks, self._affordable(optimizer)
+            ranks.limit(PATIENCE)
+            met = ranks.every((self.updates, self._form_on_this_rank(), self._is_disturbed(), seconds))
+            if any(each[:2] != met[0][:2] for each in met):
+                raise RanksApart("the ranks have recorded different calls or updates")
+            if self._recorder is not None:
+                self._next_meeting = self.updates + 1
+                return
+            ranks.limit(TURN_PATIENCE)
+            if self._found is not None:
+                self._begin_together(optimizer, self._found)
+            elif met[0][-1] and not any(is_disturbed for *_, is_disturbed, _ in met):
+                self._take_turn(optimizer, met[0][-1])
+            self._next_meeting = ranks.first(self._next_turn())
+            if self._next_meeting == math.inf:
+                self._part()
+        except OutOfStep:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            self.why_untuned = f"the tuning has ended: {formatting.first_line(error)}"
+            self._tell(self.why_untuned)
+        except BaseException:  # the script may continue, but must not let the other ranks wait
+            self.close()
+            raise
+
+    def _connect(self, optimizer: Optimizer) -> bool:
+        """Connect the ranks if they train a module together. Return False if they do not."""
+        update = self._found[1] if self._found else self._recorded.get(optimizer)
+        if update is None:
+            return False
+        if reason := why_not_together(update):
+            self._refuse(f"nothing is tuned on several ranks: {reason}")
+            return False
+        self._ranks = connected()
+        atexit.register(self._part)  # a thread of gloo that is at work when Python ends aborts the process
+        return True
+
+    def _form_on_this_rank(self) -> Any:
+        """Return what all ranks must have recorded alike: True without a form to compare, and False while recording."""
+        if self._found is None or self._recorder is not None:
+            return self._recorder is None
+        recorded = [batches for update in self._found for batches in update.batches.values()]
+        return [[len(batch["args"]) for batch in batches] for batches in recorded]
+
+    def _begin_together(self, optimizer: Optimizer, updates: Sequence[RecordedUpdate]) -> None:
+        """Make the tuning of the module that all ranks train together."""
+        self._found = None
+        ddp = ddp_of(updates[-1])
+        assert ddp is not None
+        try:
+            with _in_default_modes(), self._ranks.attempt():
+                replica = Replica(ddp, self._ranks)
+                tuning = self._tuning_of(replica.module, optimizer, [each.batches[ddp] for each in updates], replica)
+        except PARTED:
+            raise
+        except Exception as error:
+            self._fail(type(ddp.module).__name__, error)
+            return
+        self.tunings.append(tuning)
+        self._known[optimizer] = [tuning]
+        self._schedule()
+
+    def _affordable(self, optimizer: Optimizer) -> float:
+        """Return the seconds of a turn that may begin now, or 0."""
+        assert self.allowance is not None
+        left = self.allowance.left
+        return left if any(tuning.needs <= left for tuning in self._known.get(optimizer, ())) else 0.0
+
+    def _next_turn(self) -> float:
+        """Return the number of the update after which the next turn may be due; infinity without one."""
+        assert self.allowance is not None
+        if self._due == math.inf:
+            return math.inf
+        seconds = self._due - time.perf_counter()
+        later = math.ceil(seconds * self.updates / max(self.allowance.trained, 1e-9))
+        return self.updates + max(1, USUAL_UPDATES - len(self._usual_seconds), min(later, MOST_UPDATES_APART))
+
+    def _part(self) -> None:
+        """Leave the other ranks, so that none waits for this one."""
+        atexit.unregister(self._part)
+        ranks, self._ranks, self._next_meeting = self._ranks, ALONE, math.inf
+        ranks.close()
 
     def _release_idle(self) -> None:
         """End the tuning of optimizers that no longer step, which frees recorded calls. Bound the reports."""
@@ -282,17 +423,21 @@ class Engine:
         needs = min((tuning.needs for tuning in self.tunings if not tuning.is_done), default=math.inf)
         self._due = math.inf if self.allowance is None else self.allowance.due(needs)
 
-    def _take_turn(self, optimizer: Optimizer) -> None:
-        """Run a turn of the tuning of one of the optimizer's modules, if the allowance is large enough."""
+    def _take_turn(self, optimizer: Optimizer, seconds: float) -> None:
+        """Run a turn of the tuning of one of the optimizer's modules, if there are enough seconds."""
         allowance = self.allowance
         assert allowance is not None
-        ready = [tuning for tuning in self._known.get(optimizer, ()) if tuning.needs <= allowance.left]
+        several = self._is_one_of_several
+        ready = [tuning for tuning in self._known.get(optimizer, ()) if several or tuning.needs <= seconds]
         if not ready:
             return
         tuning, begun = min(ready, key=lambda tuning: tuning.spent), time.perf_counter()
         try:
-            with without_users_hooks(optimizer), _in_default_modes():
-                tuning.turn(allowance.left)
+            with without_users_hooks(optimizer), _in_default_modes(), self._ranks.attempt():
+                tuning.turn(seconds)
+        except PARTED:
+            tuning.drop()
+            raise
         except Exception as error:
             tuning.drop()
             self._fail(tuning.name, error)
@@ -304,7 +449,10 @@ class Engine:
     def _give_up(self, error: Exception) -> None:
         """End and undo all tuning, after an error that belongs to no module."""
         self.undo()
-        self._say(f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}")
+        self.why_nothing = (
+            f"an error of flatout ended the tuning, and everything is undone: {formatting.first_line(error)}"
+        )
+        self._tell(self.why_nothing)
         _log.debug("an error ended the tuning", exc_info=error)
 
     def _fail(self, name: str, error: Exception) -> None:
@@ -313,7 +461,17 @@ class Engine:
         else:
             self.why_untuned = f"tuning of {name} failed and is undone: {formatting.first_line(error)}"
             _log.debug("tuning of %s failed", name, exc_info=error)
-        self._say(self.why_untuned)
+        self._tell(self.why_untuned)
+
+    def _refuse(self, reason: str) -> None:
+        """Tune nothing in this process."""
+        self.why_nothing = reason
+        self._tell(reason)
+        self.close()
+
+    def _tell(self, text: str) -> None:
+        if is_first_rank():
+            self._say(text)
 
 
 def _is_busy() -> bool:

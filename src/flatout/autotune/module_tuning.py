@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader
 
 from flatout.autotune.loaders import Drawn
 from flatout.autotune.recorder import RecordedStep, linearized_loss
+from flatout.autotune.script_ranks import Replica
 from flatout.core.held import held, hold, release
 from flatout.data import is_rewindable
 from flatout.data.loader_class import is_plain
+from flatout.distributed.agreement import ALONE
 from flatout.optimize import summary_of
 from flatout.plan import Plan
 from flatout.report import Report
@@ -53,6 +55,7 @@ class Options:
         plan: as in ``flatout.optimize``.
         is_dry: True to measure without keeping any technique.
         budget: limit in seconds of all tuning, or None for the share of :class:`Allowance` alone.
+        tunes_ranks: False to tune no training of several ranks.
 
     Raises:
         TypeError: ``techniques`` is not a mapping.
@@ -65,6 +68,7 @@ class Options:
     plan: Plan | str | Path | None = CACHED
     is_dry: bool = False
     budget: float | None = None
+    tunes_ranks: bool = True
 
     def __post_init__(self) -> None:
         choices_of(self.techniques, self.precision)
@@ -74,8 +78,8 @@ class Options:
         """Reason why nothing is tuned in this process. Empty if tuning may begin."""
         if self.budget == 0:
             return f"nothing is tuned: {BUDGET_VARIABLE}=0 allows no trial"
-        if world_size() > 1:
-            return "nothing is tuned: several ranks train together. Call flatout.optimize() in the script"
+        if not self.tunes_ranks and world_size() > 1:
+            return "nothing is tuned on several ranks: flatout run can tune them"
         return ""
 
 
@@ -93,6 +97,7 @@ class ModuleTuning:
         update_seconds: seconds of an update of the script.
         drawn: the loader of the updates, or None if it is unknown or another tuning has it.
         serve: called with this loader and the loader that replaces it.
+        replica: the module on one of several ranks, which all make the same calls, or None for a single process.
 
     Attributes:
         name: the class name of the module.
@@ -111,10 +116,12 @@ class ModuleTuning:
         update_seconds: float,
         drawn: Drawn | None,
         serve: Callable[[DataLoader[Any], Iterable[Any]], object],
+        replica: Replica | None = None,
     ) -> None:
         self.name = type(module).__name__
         self._module = weakref.ref(module)
-        self.needs = _first_turn_seconds(update_seconds)
+        self._ranks = ALONE if replica is None else replica.ranks
+        self.needs = self._ranks.first(_first_turn_seconds(update_seconds))
         self.spent = 0.0
         self.outcome: Outcome | None = None
         self._options = options
@@ -124,7 +131,7 @@ class ModuleTuning:
             model=module,
             loader=loader,
             optimizer=optimizer if is_stepped else None,
-            compute_loss=compute_loss,
+            compute_loss=compute_loss if replica is None else replica.loss,
             device=next(module.parameters()).device,
             precision=options.precision,
             accumulate=accumulate if is_stepped else 1,
@@ -136,7 +143,10 @@ class ModuleTuning:
             is_recorded=True,
         )
         choices = check(spec)
-        session = Session(resolved(spec, choices), choices)
+        session = Session(resolved(spec, choices, self._ranks), choices)
+        if replica is not None:
+            session.job.stepper.times.begin(replica.ranks, spec.device)
+            session.job.stepper.sync, session.job.objective.plain = replica.sync, replica.sync.alone
         self._optimizer, self._name = weakref.ref(optimizer), f"_flatout_agenda_{id(session)}"
         hold(optimizer, self._name, Agenda(session))
         self._breaks = session.job.breaks
@@ -154,22 +164,26 @@ class ModuleTuning:
         return self.needs == math.inf or self._held is None
 
     def expect(self, update_seconds: float) -> None:
-        """Estimate what a first turn needs, from the seconds of an update. Do nothing after the first turn."""
+        """Estimate what a first turn needs, from the seconds of an update. Do nothing after the first turn.
+
+        On several ranks, only the estimate of rank 0 counts.
+        """
         if not self._key and not self.is_done:
             self.needs = _first_turn_seconds(update_seconds)
 
     def turn(self, seconds: float) -> None:
         """Tune the undecided techniques for some seconds.
 
-        After the call, the state of the training is as before, and kept techniques are on.
+        After the call, the state of the training is as before, and kept techniques are on. All ranks of the training
+        must call this together.
 
         Args:
-            seconds: time limit for trials. A trial that has begun may take longer.
+            seconds: time limit for trials, equal on all ranks. A trial that has begun may take longer.
 
         Raises:
             BaseException: the error of a trial. All changes of the tuning are undone.
         """
-        agenda, budget = self._agenda, Budget(seconds)
+        agenda, budget = self._agenda, Budget(seconds, self._ranks)
         session = agenda.session
         try:
             if not self._key:
@@ -187,7 +201,7 @@ class ModuleTuning:
                     toggle.disable()
             elif isinstance(session.loader, DataLoader):
                 self._serve(session.loader, session.job.data.source)
-            if session.measures:
+            if session.measures and self._ranks.rank == 0:
                 write_plan(self._key, agenda.plan())
         except BaseException as error:
             session.restore(error)
@@ -197,7 +211,7 @@ class ModuleTuning:
             self.drop()
             raise
         finally:
-            self.spent += budget.spent
+            self.spent += budget.shown
         self._summary = self._summarized(agenda)
         if self.is_done:
             self.end()
@@ -247,9 +261,11 @@ class ModuleTuning:
         session = agenda.session
         session.prepare()
         self._key = key_of(session)
-        self._breaks.forget = partial(forget_decision, self._key)
+        is_first = self._ranks.rank == 0
+        if is_first:
+            self._breaks.forget = partial(forget_decision, self._key)
         session.bench.budget = budget
-        agenda.begin(read_plan(self._key) if self._options.plan == CACHED else None)
+        agenda.begin(self._ranks.first(read_plan(self._key) if self._options.plan == CACHED and is_first else None))
 
     def _answer(self, agenda: Agenda) -> None:
         """Answer open questions while there is time, race the kept techniques, and estimate the next turn."""

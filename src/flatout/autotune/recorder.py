@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from flatout.core.reachable import reachable
 from flatout.core.replaced import replaced
 from flatout.core.saved import nbytes_of, parts_of
 from flatout.core.snapshot import Snapshot
+from flatout.distributed.gradient_sync import GradientSync
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,7 +389,11 @@ class RecordedStep:
 
 
 def with_gradients_of_update(
-    module: nn.Module, optimizer: Optimizer, batches: Sequence[dict[str, Any]]
+    module: nn.Module,
+    optimizer: Optimizer,
+    batches: Sequence[dict[str, Any]],
+    loss: Callable[[nn.Module, dict[str, Any]], Tensor] = linearized_loss,
+    sync: GradientSync | None = None,
 ) -> Sequence[dict[str, Any]]:
     """Return the batches of an update with the gradients that its optimizer received.
 
@@ -400,6 +405,8 @@ def with_gradients_of_update(
         module: the module, which still has the gradients of the update.
         optimizer: the optimizer that has stepped.
         batches: its recorded calls, one batch for each backward.
+        loss: returns the loss of a batch.
+        sync: averages gradients over the ranks of the training, or None for a single process.
 
     Returns:
         The batches with scaled gradients, or the same batches if the factor is not below ``SCALED``.
@@ -412,15 +419,17 @@ def with_gradients_of_update(
     if not parameters:
         return batches
     seen = _gradient_norm(parameters)
-    with _restored(module, batches):
+    with _restored(module, batches), nullcontext() if sync is None else sync.alone():
         for parameter in module.parameters():
             parameter.grad = None
         for batch in batches:
             objects = [part for node in reachable([batch["args"], batch["kwargs"]]) for part in parts_of(node, 0)]
             versions = [(t, t._version) for t in tensors_within([batch["args"], batch["kwargs"]])]
-            linearized_loss(module, batch).backward()
+            loss(module, batch).backward()
             is_written = any(part.changed() for part in objects) or any(t._version != v for t, v in versions)
             batch["is_written"] = is_written
+        if sync is not None:
+            sync.reduce()
         recorded = _gradient_norm(parameters)
     if not 0 < seen < SCALED * recorded:  # NaN included
         return batches

@@ -72,7 +72,7 @@ class ScriptReport(Shown):
             return cls(modules, 0, 0.0, 0.0, engine.why_nothing)
         is_limited = allowance.budget < math.inf
         why = engine.why_untuned or f"there were too few{f', or {BUDGET_VARIABLE} is too small' if is_limited else ''}"
-        text = "" if modules else f"{_nothing(engine.updates)}: {why}"
+        text = "" if modules else engine.why_nothing or f"{_nothing(engine.updates)}: {why}"
         return cls(modules, engine.updates, allowance.trained, allowance.spent, text)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ScriptReport(Shown):
         if self.why_nothing:
             return self.why_nothing
         if not self.updates:
-            return "no optimizer has stepped: nothing was tuned"
+            return "no optimizer has stepped in this process: nothing was tuned"
         seconds = self.trained_seconds + self.tuning_seconds
         took = f"tuned in {formatting.seconds(self.tuning_seconds)} of {formatting.seconds(seconds)}"
         if not self.modules:

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -194,6 +194,12 @@ class Agreement:
             RankFailure: another rank has failed.
         """
 
+    def limit(self, timeout: timedelta) -> None:
+        """Set the time after which a rank that does not answer counts as lost."""
+
+    def close(self) -> None:
+        """Leave the agreement. The other ranks then lose this rank."""
+
 
 ALONE = Agreement()
 """Agreement of a training in one process."""
@@ -229,7 +235,7 @@ class GroupAgreement(Agreement):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._level = 0
         self._call = ""
-        self._broken: OutOfStep | None = None
+        self._broken: Exception | None = None
         self._rows = exchange.connect(group, _FIRST + _VALUES, TIMEOUT)
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -259,6 +265,15 @@ class GroupAgreement(Agreement):
     def attempt(self, call: str = "") -> AbstractContextManager[Message]:
         return _Attempt(self, call)
 
+    def limit(self, timeout: timedelta) -> None:
+        self._rows.limit(timeout)
+
+    def close(self) -> None:
+        self._broken = LostRank("this rank has left the agreement")
+        self._rows.close()
+        with suppress(Exception):  # the script has destroyed all groups
+            dist.destroy_process_group(self._group)
+
     def _columns(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
         for begin in range(0, len(values), _VALUES):
             rows = self._exchange(values[begin : begin + _VALUES])
@@ -274,7 +289,7 @@ class GroupAgreement(Agreement):
         return self._received(len(values))
 
     def _send(self, values: Sequence[float], status: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
-        if self._broken is not None:  # else rows of the failed step would be read as those of later calls
+        if self._broken is not None:  # rows of the failed step would be read as those of later calls
             raise self._broken
         row = [*status, _number(self._call), *values, *[0.0] * (_VALUES - len(values))]
         with _LOST:
@@ -288,8 +303,12 @@ class GroupAgreement(Agreement):
         return [row[_FIRST : _FIRST + count] for row in rows]
 
     def _all_rows(self) -> list[list[float]]:
-        with _LOST, self._patience():
-            rows = self._rows.receive()
+        try:
+            with _LOST, self._patience():
+                rows = self._rows.receive()
+        except LostRank as error:
+            self._broken = error  # no later call waits for the same rank
+            raise
         has_failed = any(row[_LEVEL] for row in rows)  # a rank that fails may have left its call
         if not has_failed and any(row[_CALL] != rows[0][_CALL] for row in rows):
             calls = [f"{call or 'another'} on rank {rank}" for rank, call in enumerate(self._texts(self._call))]
@@ -382,6 +401,9 @@ class _Attempt:
 
 _OF_ALL = (RankFailure, LostRank, RanksApart)
 """Errors that stop all ranks, so that no rank sends them to others."""
+
+PARTED = (LostRank, RanksApart, OutOfStep)
+"""Errors after which the ranks cannot agree on anything."""
 
 
 def encoded(value: Any) -> bytes:

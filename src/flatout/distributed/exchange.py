@@ -37,6 +37,12 @@ class Exchange(Protocol):
     def receive(self) -> list[list[float]]:
         """Return the rows of all ranks, by rank."""
 
+    def limit(self, timeout: timedelta) -> None:
+        """Set the time after which ``receive`` fails."""
+
+    def close(self) -> None:
+        """Close the connections, so that the other ranks receive an error."""
+
 
 class LocalExchange:
     """Exchange over sockets between all pairs of ranks, which takes less time than an all-reduce of gloo.
@@ -72,6 +78,15 @@ class LocalExchange:
             rows[rank] = list(self._form.unpack(data))
         return [rows[rank] for rank in range(len(rows))]
 
+    def limit(self, timeout: timedelta) -> None:
+        limit = struct.pack("ll", timeout // timedelta(seconds=1), timeout.microseconds)
+        for peer in self._peers.values():
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # settimeout() adds a poll to every call
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
 
 class GlooExchange:
     """Exchange by an all-reduce.
@@ -93,6 +108,12 @@ class GlooExchange:
         self._work.wait()
         return self._rows.tolist()
 
+    def limit(self, timeout: timedelta) -> None:
+        dist.distributed_c10d._set_pg_timeout(timeout, self._group)
+
+    def close(self) -> None:
+        """Do nothing, because the owner of the group destroys it."""
+
 
 def connect(group: dist.ProcessGroup, width: int, timeout: timedelta) -> Exchange:
     """Connect all ranks. All ranks must call this together.
@@ -102,15 +123,17 @@ def connect(group: dist.ProcessGroup, width: int, timeout: timedelta) -> Exchang
     Args:
         group: a gloo group of all ranks that no other code uses.
         width: numbers of a row.
-        timeout: time after which ``receive`` fails. gloo has the time limit of the group.
+        timeout: time after which ``receive`` fails.
     """
     peers = None
     if sys.platform == "linux" and dist.get_world_size(group) <= _MOST_RANKS:
-        peers = _connections(group, timeout)
-    return GlooExchange(group) if peers is None else LocalExchange(dist.get_rank(group), peers, width)
+        peers = _connections(group)
+    made = GlooExchange(group) if peers is None else LocalExchange(dist.get_rank(group), peers, width)
+    made.limit(timeout)
+    return made
 
 
-def _connections(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
+def _connections(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     """Return a connection to every other rank, by rank, or None if the ranks are on several machines."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
@@ -127,9 +150,6 @@ def _connections(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, sock
         for _ in range(rank + 1, size):
             peer, _address = server.accept()
             peers[int(peer.recv(8))] = peer
-    limit = struct.pack("ll", timeout // timedelta(seconds=1), timeout.microseconds)
-    for peer in peers.values():
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # settimeout() adds a poll to every call
     return peers
 
 

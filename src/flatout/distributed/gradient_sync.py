@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,6 +34,13 @@ EQUAL_BUCKETS = {"cpu": BUCKET_BYTES}
 
 The all-reduce of a small first bucket begins early in the backward. On a CPU it slows the backward down.
 """
+
+
+MOST_TO_SETTLE = 3
+"""Most steps until a DDP has its full speed."""
+
+LATE_SECONDS = 0.05
+"""Seconds after which all-reduces of a failed step, which all other ranks have completed, write to no bucket."""
 
 
 class UnusedParameters(RuntimeError):
@@ -63,6 +71,8 @@ class GradientSync:
         modules: the trained modules, on the device of this rank. Rank 0 broadcasts their parameters and buffers.
         ranks: agreement of all ranks.
         clock: measures the steps of this rank.
+        scripts: a script's own DDP around the modules, for calls of the DDP in ``run``. There is no hidden one then,
+            and its options do not change.
 
     Attributes:
         options: options of the reducer. The next call of ``run`` or ``refresh`` applies a change.
@@ -72,21 +82,33 @@ class GradientSync:
             is static.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], ranks: Agreement, clock: StepClock) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        ranks: Agreement,
+        clock: StepClock,
+        scripts: DistributedDataParallel | None = None,
+    ) -> None:
         self.options = ReducerOptions(bucket_bytes=EQUAL_BUCKETS.get(clock.device.type))
         self.is_inside = False
         self.clock = clock
         self.finds_unused = False
         self._modules = list(modules)
         self._ranks = ranks
-        self._group = gradient_group()
+        self._scripts = scripts
+        self._group: Any = gradient_group() if scripts is None else scripts.process_group
         self._backend: Any = self._group._get_backend(clock.device)
         self._ddp: Any = None
         self._made_for: tuple[ReducerOptions, bool] | None = None
         self._steps = 0  # complete steps of this DDP
         self._first: int | None = None  # number of the step's first all-reduce, or None before the forward
         self._launches: int | None = None  # all-reduces of a step, or None while their number may still change
-        self._make(broadcasts=True)
+        if scripts is None:
+            self._make(broadcasts=True)
+        else:
+            self.options = ReducerOptions(static_graph=scripts.static_graph)
+            self.finds_unused = scripts.find_unused_parameters
+            self._ddp, self._made_for, self._steps = scripts, self._wanted, MOST_TO_SETTLE
 
     def _make(self, *, broadcasts: bool = False) -> None:
         """Replace the DDP. Its buckets are freed before the new one allocates any."""
@@ -130,7 +152,7 @@ class GradientSync:
         DDP learns the order of the gradients in the first step, and in the second one if the graph is static. The next
         step begins with new buckets in this order. A DDP that searches the graph keeps its first buckets.
         """
-        needed = 1 if self._searches_graph else 3 if self.options.static_graph else 2
+        needed = 1 if self._searches_graph else MOST_TO_SETTLE if self.options.static_graph else 2
         return max(0, needed - (self._steps if self._made_for == self._wanted else 0))
 
     def refresh(self) -> bool:
@@ -144,7 +166,7 @@ class GradientSync:
         Raises:
             RankFailure: memory ran out on some of the ranks. The next call tries again.
         """
-        if self._made_for == self._wanted and self._strides == self._present_strides:
+        if self._scripts is not None or (self._made_for, self._strides) == (self._wanted, self._present_strides):
             return False
         try:
             with self._ranks.attempt():
@@ -184,8 +206,12 @@ class GradientSync:
             self._first = self._launched  # DDP has broadcast the buffers
             return call(*args, **kwargs)
 
-        with self.alone():
-            return ddp(begun)
+        if self._scripts is None:
+            with self.alone():
+                return ddp(begun)
+        self.broadcast_buffers()
+        with self._syncing(True):
+            return begun()
 
     def when_certain(self, loss: Tensor, then: Callable[[], None]) -> None:
         """Call a function when a backward can no longer fail on this rank, or never.
@@ -220,9 +246,28 @@ class GradientSync:
         """Make all calls of the model inside the block plain ones, whose backward leaves the gradients of this rank."""
         before, self.is_inside = self.is_inside, True
         try:
-            yield
+            with nullcontext() if before else self._syncing(False):
+                yield
         finally:
             self.is_inside = before
+
+    @contextmanager
+    def _syncing(self, in_backward: bool) -> Iterator[None]:
+        """Let the script's DDP average gradients, or not, in the backwards of the calls inside the block."""
+        scripts: Any = self._scripts
+        if scripts is None:
+            yield
+            return
+        before = self.is_inside, scripts.require_backward_grad_sync, scripts.require_forward_param_sync
+        self.is_inside, scripts.require_backward_grad_sync, scripts.require_forward_param_sync = (
+            True,
+            in_backward,
+            False,
+        )
+        try:
+            yield
+        finally:
+            self.is_inside, scripts.require_backward_grad_sync, scripts.require_forward_param_sync = before
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a batch that is not the last of an update, as DDP's."""
@@ -276,7 +321,7 @@ class GradientSync:
         reducer, launched = self._ddp.reducer, self._launched - self._first
         # In the first backward of a static graph, all all-reduces come at the end. The first one is the all-reduce of
         # the used parameters.
-        if self.options.static_graph and self._steps == 0:
+        if self.options.static_graph and self._steps == 0 and self._scripts is None:
             if launched == 0:
                 self._ddp._match_unused_params_allreduce()
             launched = max(0, launched - 1)
@@ -293,9 +338,15 @@ class GradientSync:
     def reset(self) -> None:
         """Discard a step that failed on some rank. All ranks must call this, before their next ``run``.
 
-        The next step has a new DDP, since its all-reduces may still write to the buckets of this one.
+        The next step has a new DDP, since its all-reduces may still write to the buckets of this one. A script's DDP
+        makes new buckets.
         """
-        self.remove()
+        if self._scripts is None:
+            self.remove()
+        else:
+            time.sleep(LATE_SECONDS)
+            self._scripts._update_process_group(self._group)
+            self._steps, self._launches = 0, None
 
     def reduce(self) -> None:
         """Average the gradients of steps outside of ``run``, and broadcast the buffers of rank 0.
@@ -333,7 +384,7 @@ class GradientSync:
     def broadcast_buffers(self) -> None:
         """Broadcast the buffers of rank 0 to all ranks, as every call inside ``run`` does first."""
         buffers = list(nn.ModuleList(self._modules).buffers())
-        if buffers:
+        if buffers and (self._scripts is None or self._scripts.broadcast_buffers):
             dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
 
     def relative(self, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,6 +400,8 @@ class GradientSync:
 
     def remove(self) -> None:
         """Remove the hooks of DDP from the parameters, and free its buckets."""
+        if self._scripts is not None:
+            return
         if self._ddp is not None:
             self._ddp._remove_autograd_hooks()
         self._ddp = self._made_for = None

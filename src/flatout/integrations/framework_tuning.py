@@ -82,6 +82,6 @@ class FrameworkTuning:
         ended, self._auto = self._auto, None
         ended.undo()
         self._report = ended.report
-        if shows_report:
+        if shows_report and not ended.why_nothing:
             for line in str(self._report).splitlines():
                 say(line)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -168,6 +169,16 @@ class CompiledCall(RoutedCall):
         return output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._breaks is None or DistributedDataParallel._active_ddp_module is None:
+            return self._call_compiled(args, kwargs)
+        # Otherwise Dynamo makes a part for each of DDP's buckets, and `check` needs a single part.
+        ddp, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, None
+        try:
+            return self._call_compiled(args, kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = ddp
+
+    def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._compiled is not None
         if torch.is_grad_enabled():
             output = self._compiled(*args, **kwargs)

@@ -92,6 +92,8 @@ class DataParallel(Rule):
         """Require several ranks that train a plain model together."""
         if job.spec.ranks.size == 1:
             raise NotApplicable("this is one process; torchrun --nproc-per-node=gpu train.py starts one for each GPU")
+        if job.spec.is_recorded:
+            raise NotApplicable("the script averages its gradients itself")
 
     def candidate(self, job: Job) -> Candidate:
         """Return the candidate, which broadcasts the weights of rank 0 when it is turned on."""

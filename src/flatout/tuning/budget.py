@@ -40,7 +40,7 @@ class Budget:
 
     @property
     def shown(self) -> float:
-        """``spent`` without agreement, for the live line of rank 0."""
+        """``spent`` without agreement, which is exact on the machine of rank 0."""
         return time.perf_counter() - self._started
 
     @property

@@ -62,8 +62,8 @@ def parallel_of(
             distributed already.
     """
     has_group = dist.is_available() and dist.is_initialized()
-    comes_wrapped = any(map(_is_wrapped, modules))
-    if parallel == "ddp" and comes_wrapped:
+    is_wrapped = any(map(comes_wrapped, modules))
+    if parallel == "ddp" and is_wrapped:
         raise ValueError(
             "parallel='ddp' requires a plain model, got one that is distributed already. Leave parallel out"
         )
@@ -84,7 +84,7 @@ def parallel_of(
         process_group.join(device)
     elif parallel != "ddp":
         return ALONE, None
-    if group_size() < 2 or comes_wrapped:
+    if group_size() < 2 or is_wrapped:
         return ALONE, device
     return GroupAgreement(process_group.control_group()), device
 
@@ -123,7 +123,7 @@ def why_not_measured(modules: Sequence[nn.Module], optimizer: torch.optim.Optimi
         modules: the modules that are trained.
         optimizer: updates ``modules``; None for a user's own loop and for inference.
     """
-    waits = any(map(_is_wrapped, modules)) or (optimizer is not None and _is_synchronized(modules, optimizer))
+    waits = any(map(comes_wrapped, modules)) or (optimizer is not None and _is_synchronized(modules, optimizer))
     if group_size() < 2 or not waits:
         return ""
     return (
@@ -135,13 +135,13 @@ def why_not_measured(modules: Sequence[nn.Module], optimizer: torch.optim.Optimi
 def _is_synchronized(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
     if optimizer._optimizer_step_pre_hooks:
         return True
-    if any(map(_is_wrapped, modules)):
+    if any(map(comes_wrapped, modules)):
         return True
     parameters = (p for root in modules for p in root.parameters())
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
-def _is_wrapped(root: nn.Module) -> bool:
+def comes_wrapped(root: nn.Module) -> bool:
     """Return True for DDP, FSDP and ``fully_shard``, of the module or of a part, and for distributed parameters."""
     kinds = (kind for module in root.modules() for kind in type(module).__mro__)
     return any(kind.__module__.startswith(_WRAPPERS) for kind in kinds) or any(map(is_distributed, root.parameters()))

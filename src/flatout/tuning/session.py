@@ -111,7 +111,7 @@ class Session:
         loader = spec.loader.original if isinstance(spec.loader, TrainingLoader) else spec.loader
         loader = seeded_if_random(loader) if spec.deterministic and spec.seed is not None else loader
         self._shards = shards_of(loader) if ranks.size > 1 else 1
-        self.loader = loader if self._shards > 1 else sliced(loader, ranks)
+        self.loader = loader if self._shards > 1 or spec.is_recorded else sliced(loader, ranks)
         self.apart = "" if ranks.size > 1 else why_apart(spec.modules, spec.optimizer, self.loader)
         self.notes = [self.apart] if self.apart else []
         reason = why_untried or ("" if ranks.size > 1 else why_not_measured(spec.modules, spec.optimizer))
@@ -159,13 +159,12 @@ class Session:
         if plan is not None:
             plan.check(fingerprint(spec.model, spec.optimizer, spec.device))
         self.choices.check(job)
-        if spec.ranks.rank:  # the weights of rank 0 replace those of the others
+        if spec.ranks.rank and not spec.is_recorded:  # the weights of rank 0 replace those of the others
             own = Snapshot.capture(spec.modules, spec.optimizer, on=torch.device("cpu"))
             self._undo.append(own.restore)
         with self.stage("applying rules"):
             self._apply_rules(after_first_step=False)
-        job.stepper.waits_for_all = True
-        self._guard.callback(setattr, job.stepper, "waits_for_all", False)
+        self._wait_for_all()
         ranks = spec.ranks
         self._rewindable = ranks.all_hold(not job.data.why_not_read and is_rewindable(self.loader))
         if not self._rewindable:
@@ -212,7 +211,13 @@ class Session:
         """Continue trials after ``pause``, from the present state of the training."""
         for candidate in reversed(self.ledger.candidates):
             candidate.disable()
+        self._wait_for_all()
         self.bench.begin(self._capture(), budget)
+
+    def _wait_for_all(self) -> None:
+        """Let each step begin on all ranks or on none, until ``close``."""
+        self.job.stepper.waits_for_all = True
+        self._guard.callback(setattr, self.job.stepper, "waits_for_all", False)
 
     def _capture(self) -> Snapshot:
         """Return the present state. Until ``close``, optimizers that the state does not contain must not step."""
