@@ -470,6 +470,26 @@ def test_unusual_names(tmp_path):
     compare(Situation(two_epochs, files=files), tmp_path, 0)
 
 
+def test_a_resized_image_that_is_very_wide(tmp_path):
+    """The image between ``Resize`` and ``RandomCrop`` is more than a million pixels wide."""
+    chain = lambda: [T.Resize(20), T.RandomCrop(16), *floats()]  # noqa: E731
+    compare(Situation(changed_to(jpeg(size=(60_000, 1))), chain), tmp_path, 0)
+
+
+@with_and_without_memory
+def test_a_limit_of_pillow_returns(tmp_path, budget):
+    """A truncated file is read while Pillow allows truncated files, and again when Pillow does not allow them."""
+
+    def use(use: Use) -> list[Any]:
+        use.file(3).write_bytes(use.file(3).read_bytes()[:-200])
+        use.patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        seen = [epoch(use.dataset)]
+        use.patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
+        return [*seen, attempt(lambda: use.dataset[3]), epoch(use.dataset)]
+
+    compare(Situation(use), tmp_path, budget)
+
+
 @with_and_without_memory
 def test_a_name_that_is_no_unicode(tmp_path, budget):
     compare(Situation(two_epochs, files={"a/" + os.fsdecode(b"\xff\xfe.jpg"): jpeg()}), tmp_path, budget)
@@ -952,10 +972,10 @@ def change_transforms(worker: int) -> None:
     chain[1].p, chain[3].mean = 1.0, [0.1, 0.2, 0.3]
 
 
-def transforms_in_workers(use: Use) -> list[Any]:
-    """Workers change the transforms of their own copies of the dataset."""
-    options = {"num_workers": 1, "worker_init_fn": change_transforms}
-    return [epoch(use.dataset, **options, multiprocessing_context=each) for each in ("fork", "spawn")]
+def transforms_in_workers(context: str) -> Callable[[Use], Any]:
+    """Return a use whose workers change the transforms of their own copies of the dataset."""
+    options = {"num_workers": 1, "worker_init_fn": change_transforms, "multiprocessing_context": context}
+    return lambda use: [epoch(use.dataset, **options), epoch(use.dataset)]
 
 
 def draws_of_another_thread(use: Use) -> list[Any]:
@@ -1050,7 +1070,8 @@ USES: dict[str, Situation] = {
     ),
     "workers of other settings": Situation(in_a_new_process),
     "threads in workers": Situation(threads_in_workers),
-    "transforms in workers": Situation(transforms_in_workers),
+    "transforms in workers by fork": Situation(transforms_in_workers("fork")),
+    "transforms in workers by spawn": Situation(transforms_in_workers("spawn")),
     "draws of another thread": Situation(draws_of_another_thread),
     "threads": Situation(in_threads, fixed),
     "batches in threads": Situation(batches_in_threads, fixed),
