@@ -93,12 +93,10 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   m.def(
       "normalize_images(Tensor images, float[] mean, float[] std, ScalarType dtype, bool channels_last) -> "
       "Tensor");
-  // Returns parts of uint8 images [H, W, 3] as one batch [N, 3, height, width]. For each image, `places` has
-  // ten numbers: top, left, height and width of a box, height and width to which an antialiased bilinear
-  // filter resizes the box, with the bytes of Pillow, top and left of a window of the result, then 1 or 0 for
-  // a mirrored window, and for columns that are resized before rows. With mean and std, the batch is float32,
-  // (x / 255 - mean) / std. If both are empty, the batch is uint8.
-  m.def(
-      "resample_images(Tensor[] images, int[] places, int height, int width, float[] mean, float[] std) -> "
-      "Tensor");
+  // Sets `out` to parts of uint8 images [H, W, 3], float32 [3, h, w] or uint8 [h, w, 3]. For each image,
+  // `places` has ten numbers: top, left, height and width of a box, height and width to which an antialiased
+  // bilinear filter resizes the box, with the bytes of Pillow, top and left of a window of the result, then 1
+  // or 0 for a mirrored window, and for columns that are resized before rows. Floats are (x / 255 - mean) /
+  // std. For bytes, mean and std are empty.
+  m.def("resample_images(Tensor[] images, int[] places, Tensor(a!)[] out, float[] mean, float[] std) -> ()");
 }

@@ -157,21 +157,22 @@ FLATOUT_HD void add_rows(const Axis& axis, int64_t y, const uint32_t* rows, int6
 
 inline int64_t in_vectors(int64_t pixels) { return (pixels + kPixels - 1) / kPixels * kPixels; }
 
-// Writes an output row to the planes of `out`, [C][plane]: bytes, or floats that `channels` normalize.
-template <class T>
-FLATOUT_HD void write_row(const uint32_t* __restrict pixels, int64_t width, const Channel* channels, T* out,
-                          int64_t plane) {
+// Writes an output row to the planes of `out`, [C][plane], as floats that `channels` normalize.
+FLATOUT_HD void write_row(const uint32_t* __restrict pixels, int64_t width, const Channel* channels,
+                          float* out, int64_t plane) {
   for (int64_t c = 0; c < kChannels; ++c, out += plane) {
     const Channel channel = channels[c];
-    T* __restrict to = out;
-    for (int64_t x = 0; x < width; ++x) {
-      const auto value = static_cast<int32_t>(pixels[x] >> (8 * c) & 255);
-      if constexpr (std::is_same_v<T, float>)
-        to[x] = normalize(static_cast<float>(value), channel);
-      else
-        to[x] = static_cast<T>(value);
-    }
+    float* __restrict to = out;
+    for (int64_t x = 0; x < width; ++x)
+      to[x] = normalize(static_cast<float>(static_cast<int32_t>(pixels[x] >> (8 * c) & 255)), channel);
   }
+}
+
+// Writes an output row as bytes [width][C].
+FLATOUT_HD void write_row(const uint32_t* __restrict pixels, int64_t width, uint8_t* __restrict out) {
+  for (int64_t x = 0; x < width; ++x)
+    for (int64_t c = 0; c < kChannels; ++c)
+      out[x * kChannels + c] = static_cast<uint8_t>(pixels[x] >> (8 * c));
 }
 
 template <class T>
@@ -188,7 +189,10 @@ FLATOUT_HD void resample(const Box& box, const Axis& horizontal, const Axis& ver
   };
   const auto write = [&](uint32_t* pixels, int64_t y) __attribute__((always_inline)) {
     if (place.flip) std::reverse(pixels, pixels + width);
-    write_row(pixels, width, channels, out + y * width, height * width);
+    if constexpr (std::is_same_v<T, float>)
+      write_row(pixels, width, channels, out + y * width, height * width);
+    else
+      write_row(pixels, width, out + y * width * kChannels);
   };
   // Resizes rows y to y + 7, of which `read` copies one to every eighth word. `use` gets each result.
   const auto resize_rows = [&](int64_t y, int64_t end, const auto& read, const auto& use)
@@ -232,7 +236,7 @@ FLATOUT_HD void resample(const Box& box, const Axis& horizontal, const Axis& ver
   }
 }
 
-// Makes one output [C][height][width].
+// Makes one output [C][height][width] of floats, or [height][width][C] of bytes.
 template <class T>
 void run_resample(const Tensor& image, const Place& place, int64_t height, int64_t width,
                   const Channel* channels, Scratch& scratch, T* out) {
@@ -273,31 +277,35 @@ Place check_place(const Tensor& image, std::span<const int64_t> values, int64_t 
 
 constexpr std::size_t kNumbers = 10;  // of a place
 
-Tensor resample_images(const std::vector<Tensor>& images, const std::vector<int64_t>& places, int64_t height,
-                       int64_t width, const std::vector<double>& mean, const std::vector<double>& std) {
-  STD_TORCH_CHECK(!images.empty() && places.size() == kNumbers * images.size(), "places must hold ", kNumbers,
-                  " numbers for each of the images, got ", places.size(), " for ", images.size());
-  std::vector<Place> checked;
-  for (std::size_t i = 0; i < images.size(); ++i)
-    checked.push_back(
-        check_place(images[i], std::span(places).subspan(kNumbers * i, kNumbers), height, width));
+void resample_images(const std::vector<Tensor>& images, const std::vector<int64_t>& places,
+                     const std::vector<Tensor>& out, const std::vector<double>& mean,
+                     const std::vector<double>& std) {
+  STD_TORCH_CHECK(out.size() == images.size() && places.size() == kNumbers * images.size(),
+                  "places must hold ", kNumbers, " numbers, and out a tensor, for each of the ",
+                  images.size(), " images, got ", places.size(), " and ", out.size());
   const bool is_float = !mean.empty();
   const std::vector<Channel> channels =
       is_float ? check_channels(mean, std, kChannels) : std::vector<Channel>(kChannels, Channel::of(0, 1));
-  const auto count = static_cast<int64_t>(images.size());
-  Tensor out =
-      torch::stable::empty({count, kChannels, height, width}, is_float ? ScalarType::Float : ScalarType::Byte,
-                           std::nullopt, images[0].device(), std::nullopt, std::nullopt);
-  const auto run = [&]<class T>(T* values) {
-    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  std::vector<Place> checked;
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    STD_TORCH_CHECK(out[i].dim() == 3 && out[i].is_contiguous() &&
+                        out[i].size(is_float ? 0 : 2) == kChannels &&
+                        out[i].scalar_type() == (is_float ? ScalarType::Float : ScalarType::Byte),
+                    "out must be contiguous float32 [3, h, w], or uint8 [h, w, 3] without mean and std");
+    const int64_t first = is_float ? 1 : 0;
+    checked.push_back(check_place(images[i], std::span(places).subspan(kNumbers * i, kNumbers),
+                                  out[i].size(first), out[i].size(first + 1)));
+  }
+  const auto run = [&]<class T>(T*) {
+    torch::stable::parallel_for(0, static_cast<int64_t>(images.size()), 1, [&](int64_t begin, int64_t end) {
       Scratch scratch;
+      const int64_t first = is_float ? 1 : 0;
       for (int64_t i = begin; i < end; ++i)
-        run_resample(images[i], checked[i], height, width, channels.data(), scratch,
-                     values + i * kChannels * height * width);
+        run_resample(images[i], checked[i], out[i].size(first), out[i].size(first + 1), channels.data(),
+                     scratch, static_cast<T*>(out[i].data_ptr()));
     });
   };
-  is_float ? run(static_cast<float*>(out.data_ptr())) : run(static_cast<uint8_t*>(out.data_ptr()));
-  return out;
+  is_float ? run(static_cast<float*>(nullptr)) : run(static_cast<uint8_t*>(nullptr));
 }
 
 }  // namespace

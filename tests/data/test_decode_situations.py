@@ -152,7 +152,6 @@ def memory_of(image: torch.Tensor) -> dict[str, Any]:
         "bytes of storage": storage.nbytes(),
         "offset": image.storage_offset(),
         "view": image._is_view(),
-        "resizable": storage.resizable(),
     }
 
 
@@ -173,8 +172,8 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
         except Exception as error:
             lines = str(error).splitlines()
             result = type(error), lines[-1:] if "Original Traceback" in str(error) else lines
-    heard = [(each.category, str(each.message)) for each in seen if not str(each.message).startswith(OWN_WARNING)]
-    return {"result": result, "warnings": heard, "states": states()}
+    heard = {(each.category, str(each.message)) for each in seen if not str(each.message).startswith(OWN_WARNING)}
+    return {"result": result, "warnings": sorted(heard, key=str), "states": states()}
 
 
 def epoch(dataset: Any, **options: Any) -> list[Any]:
@@ -266,6 +265,13 @@ def record_of(situation: Situation, folder: Path, wrap: Callable[[Any], Any]) ->
         return situation.use(use)
 
 
+def without_warnings(record: Any) -> Any:
+    """Return a record without warnings, which Pillow gives when it reads a file."""
+    if isinstance(record, dict):
+        return {key: without_warnings(value) for key, value in record.items() if key != "warnings"}
+    return type(record)(map(without_warnings, record)) if type(record) in (list, tuple) else record
+
+
 def compare(situation: Situation, folder: Path, budget: int, may_refuse: bool = False) -> None:
     plain = record_of(situation, folder, lambda dataset: dataset)
     try:
@@ -274,6 +280,8 @@ def compare(situation: Situation, folder: Path, budget: int, may_refuse: bool = 
         if may_refuse:
             return
         raise
+    if budget:  # a sample from memory reads no file
+        plain, cached = without_warnings(plain), without_warnings(cached)
     assert list(islice(differences(plain, cached), 6)) == []
 
 
@@ -430,12 +438,7 @@ def changed_to(content: bytes) -> Callable[[Use], Any]:
     return use
 
 
-FILE_CHAINS = {
-    "random": usual,
-    "fixed": fixed,
-    "a crop only": lambda: [T.RandomCrop(5), T.PILToTensor()],
-    "the longer side": lambda: [T.Resize(6, max_size=30), T.CenterCrop(7), T.RandomHorizontalFlip(), *floats()],
-}
+FILE_CHAINS = {"random": usual, "a crop only": lambda: [T.RandomCrop(5), T.PILToTensor()]}
 
 
 @with_and_without_memory

@@ -25,8 +25,10 @@ def place_of(box, size, window, flip=False):
 
 
 def resampled(pixels, box, size, window, flip=False, mean=(), std=()):
+    out = torch.empty((3, *window[2:])) if mean else torch.empty((*window[2:], 3), dtype=torch.uint8)
     place = place_of(box, size, window, flip)
-    return torch.ops.flatout.resample_images([torch.from_numpy(pixels)], place, *window[2:], list(mean), list(std))[0]
+    torch.ops.flatout.resample_images([torch.from_numpy(pixels)], place, [out], list(mean), list(std))
+    return out if mean else out.permute(2, 0, 1)
 
 
 @given(st.data())
@@ -127,6 +129,10 @@ GOOD = place_of([0, 0, 4, 5], [4, 5], [0, 0])
 IMAGE = torch.zeros(4, 5, 3, dtype=torch.uint8)
 
 
+def bytes_of_size(height, width):
+    return torch.zeros(height, width, 3, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("place", "size", "match"),
     [
@@ -144,23 +150,30 @@ IMAGE = torch.zeros(4, 5, 3, dtype=torch.uint8)
 )
 def test_wrong_places_are_refused(place, size, match):
     with pytest.raises(RuntimeError, match=match):
-        torch.ops.flatout.resample_images([IMAGE], place, *size, [], [])
+        torch.ops.flatout.resample_images([IMAGE], place, [bytes_of_size(*size)], [], [])
 
 
 @pytest.mark.parametrize(("mean", "std"), [([0.5], [0.5]), ([0.5] * 3, [0.0] * 3)])
 def test_wrong_constants_are_refused(mean, std):
     with pytest.raises(RuntimeError, match="std"):
-        torch.ops.flatout.resample_images([IMAGE], GOOD, 4, 5, mean, std)
+        torch.ops.flatout.resample_images([IMAGE], GOOD, [torch.zeros(3, 4, 5)], mean, std)
 
 
 @pytest.mark.parametrize("image", [torch.zeros(4, 5, 2, dtype=torch.uint8), torch.zeros(4, 5, 3), torch.zeros(4, 5)])
 def test_other_images_are_refused(image):
     with pytest.raises(RuntimeError, match="images must"):
-        torch.ops.flatout.resample_images([image], GOOD, 4, 5, [], [])
+        torch.ops.flatout.resample_images([image], GOOD, [bytes_of_size(4, 5)], [], [])
+
+
+@pytest.mark.parametrize("out", [torch.zeros(3, 4, 5), bytes_of_size(4, 5).permute(2, 0, 1), torch.zeros(4, 5)])
+def test_other_results_are_refused(out):
+    with pytest.raises(RuntimeError, match="out must"):
+        torch.ops.flatout.resample_images([IMAGE], GOOD, [out], [], [])
 
 
 @pytest.mark.parametrize("mean", [[], MEAN])
 def test_the_operator_can_be_traced(mean):
     images = [torch.randint(0, 256, (4, 5, 3), dtype=torch.uint8) for _ in range(2)]
-    arguments = (images, [*GOOD, *GOOD], 4, 5, mean, STD if mean else [])
+    out = [torch.zeros(3, 4, 5) if mean else bytes_of_size(4, 5) for _ in images]
+    arguments = (images, [*GOOD, *GOOD], out, mean, STD if mean else [])
     torch.library.opcheck(torch.ops.flatout.resample_images.default, arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from flatout.core.batches import map_tensors
 from flatout.data.decode import pixels_of, why_not_decodable
@@ -118,6 +118,11 @@ class Front:
         done = dict(zip(images, run(list(images.values())), strict=True))
         return [_mapped(lambda leaf: done.get(id(leaf), leaf), sample) for sample in samples]
 
+    def tail(self, number: int) -> NativeTail | None:
+        """Return the native form of the steps after the front of a transform, if these steps are still the same."""
+        tail = self.tails[number]
+        return tail if tail is not None and tail.is_current() else None
+
     @property
     def is_native(self) -> bool:
         """True if native code makes samples from their files."""
@@ -145,12 +150,14 @@ class Front:
     def _rest_of(self, cut: Cut) -> Any:
         value, done = cut.value, 0
         if type(value) is Pixels:
-            tail = self.tails[cut.rest[0][0]]
-            assert tail is not None
-            drawn = tail.draw(value.array)
-            if len(cut.rest) == 1 and cut.rest[0][1] + tail.length == len(self.transforms[cut.rest[0][0]]):
-                return drawn
-            value, done = run([drawn])[0], tail.length
+            number, first = cut.rest[0]
+            tail = self.tail(number)
+            if tail is None:
+                value = sys.modules["PIL.Image"].fromarray(value.array)
+            elif len(cut.rest) == 1 and first + tail.length == len(self.transforms[number]):
+                return tail.draw(value.array)
+            else:
+                value, done = run([tail.draw(value.array)])[0], tail.length
         for number, first in cut.rest:
             begin, done = first + done, 0
             for step in self.transforms[number][begin:]:
@@ -169,7 +176,7 @@ class Front:
         self.may_catch = self.may_catch or _is_in_try(sys._getframe(2))
         for step in self.transforms[number][:length]:
             value = _applied(step, value)
-        if (tail := self.tails[number]) is not None and getattr(value, "mode", "") == "RGB":
+        if getattr(value, "mode", "") == "RGB" and (tail := self.tail(number)) is not None:
             width, height = value.size
             value = Pixels(np.array(value)) if tail.fits(height, width) else value
         rest = ((number, length),)
@@ -206,13 +213,14 @@ class _PixelLoader:
     front: Front
     number: int
     loader: Callable[[str], Any]
+    functions: list[Any]
 
     def __call__(self, path: str) -> Any:
-        tail = self.front.tails[self.number]
-        pixels = None if tail is None or self.front.lengths[self.number] else pixels_of(path)
-        if tail is None or pixels is None or not tail.fits(*pixels.shape[:2]):
+        tail = None if self.front.lengths[self.number] else self.front.tail(self.number)
+        if tail is None or _functions_of_folder() != self.functions:
             return self.loader(path)
-        return Pixels(pixels)
+        pixels = pixels_of(path)
+        return self.loader(path) if pixels is None or not tail.fits(*pixels.shape[:2]) else Pixels(pixels)
 
 
 _TRY = {dis.opmap[name] for name in ("SETUP_FINALLY", "SETUP_WITH") if name in dis.opmap}
@@ -303,7 +311,7 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
     if type(changed.get("transform")) is _CutTransform and _is_folder_of_images(holder):
         front.why_not_read = why_not_decodable()
         if not front.why_not_read:
-            changed["loader"] = _PixelLoader(front, changed["transform"].number, holder.loader)
+            changed["loader"] = _PixelLoader(front, changed["transform"].number, holder.loader, _functions_of_folder())
     copied = copy.copy(holder)
     vars(copied).update(changed)
     return copied
@@ -318,6 +326,17 @@ def _is_folder_of_images(holder: Any) -> bool:
         and getattr(holder, "loader", None) in (folder.default_loader, folder.pil_loader)
         and sys.modules["torchvision"].get_image_backend() == "PIL"
     )
+
+
+def _functions_of_folder() -> list[Any]:
+    """Return what the images of torchvision's loader depend on, besides their files."""
+    folder, torchvision = sys.modules["torchvision.datasets.folder"], sys.modules["torchvision"]
+    return [folder.default_loader, folder.pil_loader, torchvision.get_image_backend()]
+
+
+def runs_known_code(dataset: Any) -> bool:
+    """Return True if only code of torch and torchvision runs before the transforms of a dataset."""
+    return _is_folder_of_images(dataset) or (type(dataset) is Subset and runs_known_code(dataset.dataset))
 
 
 def _cut_transform(transform: Any, front: Front) -> _CutTransform:

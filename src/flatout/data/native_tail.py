@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from torch import Tensor
 
 _MOVES = {"RandomResizedCrop", "RandomCrop", "CenterCrop", "Resize", "RandomHorizontalFlip"}
 _MODULE = "torchvision.transforms.transforms"
+_FUNCTIONS = ("crop", "resized_crop", "resize", "center_crop", "hflip", "to_tensor", "pil_to_tensor", "normalize")
+_METHODS = ("resize", "crop", "transpose")
+_LONGEST = 2**20
+"""Limit of the operator for the height and width of a resized image, in pixels."""
+_PROCESS = os.getpid()
 _PROBES = ((9, 7, 5, 7), (9, 7, 5, 6), (9, 7, 6, 5), (7, 9, 6, 6), (40, 9, 11, 5), (9, 40, 5, 11), (5, 5, 9, 11))
 """Heights and widths of images, and of their resized forms, with which Pillow is compared."""
 
@@ -26,13 +32,24 @@ class NativeTail:
         moves: crops, resizes and flips of version 1 of torchvision, in their order.
         mean: means of the channels for ``Normalize``; empty if the result is uint8.
         std: standard deviations of the channels.
-        length: number of transforms that the call replaces.
+        steps: all transforms that the call replaces.
+        state: what the result of the transforms depends on besides the image, from :func:`_state_of`.
     """
 
     moves: Sequence[Any]
     mean: list[float]
     std: list[float]
-    length: int
+    steps: Sequence[Any]
+    state: Any
+
+    @property
+    def length(self) -> int:
+        """Number of transforms that the call replaces."""
+        return len(self.steps)
+
+    def is_current(self) -> bool:
+        """Return True if the transforms, and the functions that they call, are still the same."""
+        return bool(_state_of(self.steps) == self.state)
 
     def fits(self, height: int, width: int) -> bool:
         """Return True if the transforms apply to an image of this size without padding or an error."""
@@ -44,7 +61,9 @@ class NativeTail:
                 height, width = _resized(move, height, width)
             elif kind != "RandomHorizontalFlip":
                 height, width = move.size
-        return min(height, width) > 0
+            if not 0 < min(height, width) <= max(height, width) <= _LONGEST:
+                return False
+        return True
 
     def draw(self, pixels: np.ndarray) -> Drawn:
         """Draw the random numbers of the transforms for an image.
@@ -86,22 +105,31 @@ class Drawn:
 
 
 def run(images: Sequence[Drawn]) -> list[Tensor]:
-    """Return the tensors [C, H, W] that tails make of their images. All cores work."""
+    """Return the tensors [C, H, W] that tails make of their images, with the strides of torchvision.
+
+    All cores work, but not in a process that was forked, where OpenMP could wait for threads of its parent.
+    """
     results: dict[int, Tensor] = {}
-    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    for i, each in enumerate(images):
-        groups.setdefault((id(each.tail), each.size), []).append(i)
-    for (_, size), members in groups.items():
-        tail, pixels = images[members[0]].tail, [images[i].pixels for i in members]
-        made = torch.ops.flatout.resample_images(
-            [torch.frombuffer(each, dtype=torch.uint8).view(each.shape) for each in pixels],
-            [number for i in members for number in images[i].place],
-            *size,
-            tail.mean,
-            tail.std,
-        )
-        results.update(zip(members, made.unbind(), strict=True))
+    together = len(images) if os.getpid() == _PROCESS else 1
+    for tail in {id(each.tail): each.tail for each in images}.values():
+        members = [i for i, each in enumerate(images) if each.tail is tail]
+        for begin in range(0, len(members), together):
+            part = members[begin : begin + together]
+            # Each result has its own memory, as a sample that the user keeps or changes would have.
+            made = [_empty(images[i].size, is_float=bool(tail.mean)) for i in part]
+            torch.ops.flatout.resample_images(
+                [torch.frombuffer(images[i].pixels, dtype=torch.uint8).view(images[i].pixels.shape) for i in part],
+                [number for i in part for number in images[i].place],
+                made,
+                tail.mean,
+                tail.std,
+            )
+            results.update(zip(part, made if tail.mean else [each.permute(2, 0, 1) for each in made], strict=True))
     return [results[i] for i in range(len(images))]
+
+
+def _empty(size: tuple[int, int], *, is_float: bool) -> Tensor:
+    return torch.empty((3, *size)) if is_float else torch.empty((*size, 3), dtype=torch.uint8)
 
 
 def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
@@ -121,20 +149,19 @@ def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
         or not is_pillow_known()
     ):
         return None
+    mean, std, count = [0.0] * 3, [1.0] * 3, length + 1
     if kinds[:1] == ["PILToTensor"]:
-        return NativeTail(moves, [], [], length + 1)
-    if kinds[:1] != ["ToTensor"] or torch.get_default_dtype() is not torch.float32:
+        mean = std = []
+    elif kinds[:1] != ["ToTensor"] or torch.get_default_dtype() is not torch.float32:
         return None
-    if kinds[1:2] == ["Normalize"]:
-        normalize: Any = steps[length + 1]
-        mean, std = (
-            torch.as_tensor(values, dtype=torch.float32).tolist() for values in (normalize.mean, normalize.std)
-        )
-        if len(mean) == len(std) == 3 and all(
-            1e-18 <= value <= 1e18 for value in (*std, *(abs(m) or 1.0 for m in mean))
+    elif kinds[1:2] == ["Normalize"]:
+        constants = _constants_of(steps[length + 1])
+        if all(type(each) is list and len(each) == 3 for each in constants) and all(
+            1e-18 <= value <= 1e18 for value in (*constants[1], *(abs(m) or 1.0 for m in constants[0]))
         ):
-            return NativeTail(moves, mean, std, length + 2)
-    return NativeTail(moves, [0.0] * 3, [1.0] * 3, length + 1)
+            (mean, std), count = constants, length + 2
+    state = _state_of(steps[:count])
+    return None if _HAS_HOOKS in state else NativeTail(moves, mean, std, steps[:count], state)
 
 
 def is_vertical_first(before: Sequence[int], after: Sequence[int]) -> bool:
@@ -152,8 +179,9 @@ def is_pillow_known() -> bool:
         image = pixels.integers(0, 256, (height, width, 3), dtype=np.uint8)
         expected = np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
         place = _place([0, 0, height, width], size, [0, 0, *size], False)
-        found = torch.ops.flatout.resample_images([torch.from_numpy(image)], place, *size, [], [])
-        if not np.array_equal(found[0].permute(1, 2, 0).numpy(), expected):
+        found = torch.empty((*size, 3), dtype=torch.uint8)
+        torch.ops.flatout.resample_images([torch.from_numpy(image)], place, [found], [], [])
+        if not np.array_equal(found.numpy(), expected):
             return False
     return True
 
@@ -163,13 +191,43 @@ def _place(box: Sequence[int], size: Sequence[int], window: Sequence[int], flip:
 
 
 def _is_plain(step: Any) -> bool:
-    has_hooks = any(getattr(step, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
-    return type(step).__module__ == _MODULE and not has_hooks
+    return type(step).__module__ == _MODULE
+
+
+def _state_of(steps: Sequence[Any]) -> list[Any]:
+    """Return a list that is equal as long as steps of torchvision give equal results for equal images."""
+    modules = torch.nn.modules.module
+    hooks: list[Any] = [modules._global_forward_hooks, modules._global_forward_pre_hooks]
+    hooks += [getattr(step, name, None) for step in steps for name in ("_forward_hooks", "_forward_pre_hooks")]
+    functional, image = sys.modules["torchvision.transforms.functional"], sys.modules["PIL.Image"].Image
+    code = [getattr(type(step), name, None) for step in steps for name in ("forward", "__call__", "get_params")]
+    return [
+        _HAS_HOOKS if any(hooks) else "",
+        torch.get_default_dtype(),
+        [getattr(functional, name) for name in _FUNCTIONS],
+        [getattr(image, name) for name in _METHODS],
+        code,
+        [_constants_of(step) for step in steps if type(step).__name__ == "Normalize"],
+    ]
+
+
+_HAS_HOOKS = "has hooks"
+
+
+def _constants_of(normalize: Any) -> tuple[Any, Any]:
+    """Return mean and std of a ``Normalize`` as lists of float32 values, or as they are if they are of another kind."""
+    mean, std = (
+        torch.as_tensor(each, dtype=torch.float32).tolist()
+        if isinstance(each, (list, tuple, Tensor, np.ndarray))
+        else each
+        for each in (normalize.mean, normalize.std)
+    )
+    return mean, std
 
 
 def _is_supported(move: Any) -> bool:
     if type(move).__name__ in ("Resize", "RandomResizedCrop"):
-        return getattr(move.interpolation, "value", None) == "bilinear"
+        return getattr(move.interpolation, "value", None) == "bilinear" and move.antialias is not False
     return type(move).__name__ != "RandomCrop" or (move.padding is None and not move.pad_if_needed)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from flatout.core.random_state import RandomState, generators_in
 from flatout.core.reachable import reachable
 from flatout.core.snapshot import Snapshot
 from flatout.data.cache import SampleCache
-from flatout.data.front import cuts_in, front_of
+from flatout.data.front import cuts_in, front_of, runs_known_code
 from flatout.data.loader_class import base_of
 from flatout.data.loaders import clone_loader
 from flatout.data.packed import bytes_of, packed, unpacked
@@ -30,6 +31,8 @@ from flatout.data.watch import Watch, files_opened, state_of
 
 _LOOKED_AT = 4
 """Samples, spread over the dataset, that are made in both ways before the cache is used."""
+_TOGETHER = 32
+"""Samples whose images are in memory at the same time, for one call of native code."""
 _SPREAD = (math.sqrt(5) - 1) / 2
 """Golden ratio. The fractional parts of its multiples are spread evenly over [0, 1)."""
 
@@ -99,6 +102,7 @@ class PrefixCache(SampleCache):
             raise NotCacheable(f"no {budget:,} bytes of shared memory for the samples: {error}") from error
         self._watch = Watch(dataset, self._holds)
         self.why_unsure = self._watch.opaque
+        self._runs_known_code = runs_known_code(dataset)
         self._rehearsed: tuple[float, Sequence[int]] = 0.0, ()
         self._is_trial = False
 
@@ -124,7 +128,14 @@ class PrefixCache(SampleCache):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of many indices. Their random numbers are drawn one sample after the other."""
-        return self._front.run([self._drawn(index) for index in indices])
+        samples: list[Any] = []
+        drawn: list[Any] = []
+        for index in indices:
+            drawn.append(self._drawn(index))
+            if len(drawn) == _TOGETHER:
+                samples += self._front.run(drawn)
+                drawn = []
+        return samples + self._front.run(drawn)
 
     def _drawn(self, index: Any) -> Any:
         """Return a sample whose random numbers are drawn (:meth:`Front.drawn`)."""
@@ -165,26 +176,27 @@ class PrefixCache(SampleCache):
         """
         if not self._table.has(row):
             return None
-        files, index, sample = unpacked(self._table.take(row))
-        if all(state_of(path) == state for path, state in files.items()):
+        files, settings, index, sample = unpacked(self._table.take(row))
+        if settings == _settings_of_pillow() and all(state_of(path) == state for path, state in files.items()):
             return index, sample
         self._table.forget(row)
         return None
 
     def _made(self, row: int, index: Any, has_room: bool) -> Any:
         """Make a sample after the front, and store it if there is room. None if the dataset has to make it."""
-        before = RandomState.of(self._generators_now())
+        # Another thread may draw meanwhile. So generators count only if the user's code runs.
+        before = None if self._runs_known_code else RandomState.of(self._generators_now())
+        settings = _settings_of_pillow()
         try:
             with files_opened() as files:
                 sample = self._front.sample(index)
-            if (moved := before.moved()) is not None:
+            if before is not None and (moved := before.moved()) is not None:
                 raise NotCacheable(f"dataset[{row}] draws from {moved} before its transforms do")
-        except NotCacheable as reason:
-            self._give_up(reason)
-            before.restore()
-            return None
-        except Exception:  # the dataset raises its error again, or handles this sample in another way
-            before.restore()
+        except Exception as error:  # the dataset raises its error again, or handles this sample in another way
+            if isinstance(error, NotCacheable):
+                self._give_up(error)
+            if before is not None:
+                before.restore()
             return None
         for owner, name, value in self._front.changed_attributes(self.dataset):
             setattr(owner, name, value)
@@ -193,7 +205,7 @@ class PrefixCache(SampleCache):
             return sample
         if has_room:
             with contextlib.suppress(NotCacheable):  # this sample stays out of the memory
-                self._table.put(row, packed((files, index, sample)))
+                self._table.put(row, packed((files, settings, index, sample)))
         return sample
 
     def _holds(self, row: int) -> bool:
@@ -209,6 +221,8 @@ class PrefixCache(SampleCache):
 
         Floats are made again from bytes, because they take four times the memory.
         """
+        if not budget:
+            return
         front, room = self._front, budget / len(self.dataset)
         samples = [{cut.rest[0][0]: cut for cut in cuts_in(self._sample(row))} for row in rows]
         for number in range(len(front.transforms)):
@@ -284,6 +298,12 @@ def for_trial(loader: Any) -> Any:
     rehearsed = copy.copy(base.dataset)  # has the same memory, and no watch
     vars(rehearsed).update(_is_trial=True, _watch=None)
     return clone_loader(loader, dataset=rehearsed)
+
+
+def _settings_of_pillow() -> tuple[Any, ...]:
+    """Return the settings with which Pillow refuses files, or warns."""
+    image, file = sys.modules.get("PIL.Image"), sys.modules.get("PIL.ImageFile")
+    return getattr(image, "MAX_IMAGE_PIXELS", None), getattr(file, "LOAD_TRUNCATED_IMAGES", None)
 
 
 def _kind_of(index: Any) -> tuple[type, str]:

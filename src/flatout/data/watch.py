@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,10 @@ _opened: dict[int, dict[str, FileState]] = {}
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _opened and isinstance(arguments[0], (str, bytes)):
-        with suppress(ValueError, OSError):  # the working directory does not exist any more
-            path = os.path.abspath(os.fsdecode(arguments[0]))
-            state = state_of(path)  # before the file is read, so that a change after this is seen
-            for files in list(_opened.values()):
-                files.setdefault(path, state)
+        path = os.fsdecode(arguments[0])  # a relative path may be another file in another working directory
+        state = state_of(path)  # before the file is read, so that a change after this is seen
+        for files in list(_opened.values()):
+            files.setdefault(path, state)
 
 
 _is_auditing = False
