@@ -375,3 +375,12 @@ def test_pipelines_of_torchvision(tmp_path, name):
             pairs = zip(epoch(dataset, number)[0], epoch(cache, number)[0], strict=True)
             assert all(a.tobytes() == b.tobytes() and a.info == b.info and x == y for (a, x), (b, y) in pairs)
     assert cache._table.missing() == []
+
+
+def test_a_change_counts_while_another_process_writes_its_note(tmp_path):
+    dataset = Files(tmp_path)
+    cache = PrefixCache(dataset)
+    epoch(cache, 0)
+    assert cache._table._states.claim(ROWS)  # the note, whose text comes later
+    dataset.transform = doubled
+    assert same(epoch(cache, 1)[0], epoch(dataset, 1)[0])

@@ -57,6 +57,7 @@ class SampleCache(Forwarding, Dataset):
         self.dataset = dataset
         self.on_change: Callable[[str], object] | None = None
         self._watch: Watch | None = None
+        self._ended = False  # True if this process has seen a change
         self._asked = 0  # samples that were requested since the last check
         self.why_unsure = ""
         self._generators: list[Any] | None = generators_in(dataset)
@@ -95,17 +96,18 @@ class SampleCache(Forwarding, Dataset):
         """Look for changes of the dataset in about 2 microseconds. Return False if samples come from the dataset."""
         if self._watch is not None and (seen := self._watch.seen_nearby()):
             return self._holds_after(seen)
-        return not self._table.has(self._table.rows)  # the note, as in `given_up`
+        return not self._ended and not self._table.has(self._table.rows)  # the note, as in `given_up`
 
     def _holds_after(self, seen: str | None) -> bool:
-        if seen:
-            self._watch = None
-            if self._table.leave_note(f"the dataset has changed: {seen}"):
-                if self.on_change is None:
-                    warnings.warn(f"samples are not cached any more: {seen}", stacklevel=4)
-                else:
-                    self.on_change(seen)
-        return self.given_up is None
+        if not seen:
+            return not self._ended and self.given_up is None
+        self._watch, self._ended = None, True  # another process may still be writing the note
+        if self._table.leave_note(f"the dataset has changed: {seen}"):
+            if self.on_change is None:
+                warnings.warn(f"samples are not cached any more: {seen}", stacklevel=4)
+            else:
+                self.on_change(seen)
+        return False
 
     def _still_holds(self, count: int) -> bool:
         """Look for changes before ``count`` samples are taken."""

@@ -34,7 +34,7 @@ class Decode(LoaderTechnique):
     name = "decode"
     number = 13
     title = "native decode"
-    expected = "30 % to 2× for loading"
+    expected = "up to 2× for loading"
     assumes = (SAMPLES_FIXED,)
     rationale = "native code decodes and transforms images, with the same bits"
 

@@ -91,7 +91,7 @@ class PrefixCaching(LoaderTechnique):
     name = "prefix_cache"
     number = 13
     title = "decoded samples kept"
-    expected = "2× for loading after the first epoch"
+    expected = "2× for loading"
     assumes = (SAMPLES_FIXED,)
     rationale = "samples are decoded once, and only their random transforms run in each epoch"
 
