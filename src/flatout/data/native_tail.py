@@ -129,7 +129,8 @@ def run(images: Sequence[Drawn]) -> list[Tensor]:
 
 
 def _empty(size: tuple[int, int], *, is_float: bool) -> Tensor:
-    return torch.empty((3, *size)) if is_float else torch.empty((*size, 3), dtype=torch.uint8)
+    shape, dtype = ((3, *size), torch.float32) if is_float else ((*size, 3), torch.uint8)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
@@ -159,7 +160,8 @@ def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
         if all(type(each) is list and len(each) == 3 for each in constants) and all(
             1e-18 <= value <= 1e18 for value in (*constants[1], *(abs(m) or 1.0 for m in constants[0]))
         ):
-            (mean, std), count = constants, length + 2
+            mean, std = (np.asarray(each, np.float32).tolist() for each in constants)
+            count = length + 2
     state = _state_of(steps[:count])
     return None if _HAS_HOOKS in state else NativeTail(moves, mean, std, steps[:count], state)
 
@@ -215,10 +217,12 @@ _HAS_HOOKS = "has hooks"
 
 
 def _constants_of(normalize: Any) -> tuple[Any, Any]:
-    """Return mean and std of a ``Normalize`` as lists of float32 values, or as they are if they are of another kind."""
+    """Return mean and std of a ``Normalize`` as lists, or as they are if they are of another kind."""
     mean, std = (
-        torch.as_tensor(each, dtype=torch.float32).tolist()
-        if isinstance(each, (list, tuple, Tensor, np.ndarray))
+        list(each)
+        if isinstance(each, (list, tuple))
+        else each.tolist()
+        if isinstance(each, (Tensor, np.ndarray))
         else each
         for each in (normalize.mean, normalize.std)
     )
