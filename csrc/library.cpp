@@ -93,10 +93,13 @@ STABLE_TORCH_LIBRARY(flatout, m) {
   m.def(
       "normalize_images(Tensor images, float[] mean, float[] std, ScalarType dtype, bool channels_last) -> "
       "Tensor");
-  // Sets `out` to parts of uint8 images [H, W, 3], float32 [3, h, w] or uint8 [h, w, 3]. For each image,
-  // `places` has ten numbers: top, left, height and width of a box, height and width to which an antialiased
-  // bilinear filter resizes the box, with the bytes of Pillow, top and left of a window of the result, then 1
-  // or 0 for a mirrored window, and for columns that are resized before rows. Floats are (x / 255 - mean) /
-  // std. For bytes, mean and std are empty.
+  // Crops, resizes, mirrors and normalizes uint8 images [H, W, 3]. The filter is antialiased and bilinear,
+  // with the bytes of Pillow. `places` has ten numbers for each image:
+  //   top, left, height, width of a box of the image
+  //   height, width of the resized box
+  //   top, left of a window of the resized box; `out` has the window's size
+  //   1 to mirror the window, else 0
+  //   1 to resize columns before rows, else 0
+  // A result is float32 [3, h, w], (x / 255 - mean) / std, or uint8 [h, w, 3] if mean and std are empty.
   m.def("resample_images(Tensor[] images, int[] places, Tensor(a!)[] out, float[] mean, float[] std) -> ()");
 }

@@ -104,7 +104,7 @@ struct Place {
   bool flip, vertical_first;
 };
 
-// Memory for one image at a time, kept for the next one.
+// Buffers of a thread, which all of its images use one after the other.
 struct Scratch {
   std::vector<uint8_t> last_row;
   std::vector<uint32_t> rows, line, tile, resized;
@@ -175,68 +175,83 @@ FLATOUT_HD void write_row(const uint32_t* __restrict pixels, int64_t width, uint
       out[x * kChannels + c] = static_cast<uint8_t>(pixels[x] >> (8 * c));
 }
 
+// Copies `count` words between a row and every eighth word of a tile.
+FLATOUT_HD void to_tile(const uint32_t* __restrict row, int64_t count, uint32_t* __restrict tile) {
+  for (int64_t x = 0; x < count; ++x) tile[x * kPixels] = row[x];
+}
+
+FLATOUT_HD void from_tile(const uint32_t* __restrict tile, int64_t count, uint32_t* __restrict row) {
+  for (int64_t x = 0; x < count; ++x) row[x] = tile[x * kPixels];
+}
+
+// Resizes a box, rows and columns in the order of Pillow. `out` is [C][height][width] of floats, or
+// [height][width][C] of bytes.
 template <class T>
-FLATOUT_HD void resample(const Box& box, const Axis& horizontal, const Axis& vertical, const Place& place,
-                         const Channel* channels, Scratch& scratch, T* out) {
+struct Resample {
+  const Box& box;
+  const Axis &horizontal, &vertical;
+  const Channel* channels;
+  bool flip;
+  uint32_t *rows, *line, *tile, *resized;
+  T* out;
+
   const int64_t height = vertical.size(), width = horizontal.size();
   const int64_t left = horizontal.first[0], columns = horizontal.end() - left;
   const int64_t top = vertical.first[0], lines = vertical.end() - top;
-  uint32_t *const rows = scratch.rows.data(), *const line = scratch.line.data();
-  uint32_t *const tile = scratch.tile.data(), *const resized = scratch.resized.data();
-  const auto read_row = [&](int64_t y, uint32_t* __restrict to, int64_t step) __attribute__((always_inline)) {
-    const uint8_t* from = box.row(top + y) + left * kChannels;
-    for (int64_t x = 0; x < columns; ++x) to[x * step] = word_at(from + x * kChannels);
-  };
-  const auto write = [&](uint32_t* pixels, int64_t y) __attribute__((always_inline)) {
-    if (place.flip) std::reverse(pixels, pixels + width);
-    if constexpr (std::is_same_v<T, float>)
-      write_row(pixels, width, channels, out + y * width, height * width);
-    else
-      write_row(pixels, width, out + y * width * kChannels);
-  };
-  // Resizes rows y to y + 7, of which `read` copies one to every eighth word. `use` gets each result.
-  const auto resize_rows = [&](int64_t y, int64_t end, const auto& read, const auto& use)
-                               __attribute__((always_inline)) {
-                                 const int64_t count = std::min(kPixels, end - y);
-                                 for (int64_t r = 0; r < count; ++r) read(y + r, tile + r);
-                                 resize_tile(horizontal, left, tile, resized);
-                                 for (int64_t r = 0; r < count; ++r) use(y + r, resized + r);
-                               };
-  const auto take = [&](const uint32_t* __restrict from, uint32_t* __restrict to)
-                        __attribute__((always_inline)) {
-                          for (int64_t x = 0; x < width; ++x) to[x] = from[x * kPixels];
-                        };
-  if (place.vertical_first) {
-    const int64_t stride = in_vectors(columns);
-    for (int64_t y = 0; y < lines; ++y) read_row(y, rows + y * stride, 1);
-    const auto read = [&](int64_t y, uint32_t* to) __attribute__((always_inline)) {
-      add_rows(vertical, y, rows, top, stride, line);
-      for (int64_t x = 0; x < columns; ++x) to[x * kPixels] = line[x];
-    };
-    const auto use = [&](int64_t y, const uint32_t* from) __attribute__((always_inline)) {
-      take(from, line);
-      write(line, y);
-    };
-    for (int64_t y = 0; y < height; y += kPixels) resize_rows(y, height, read, use);
-    return;
-  }
-  const int64_t stride = in_vectors(width);
-  if (horizontal.is_copy) {
-    for (int64_t y = 0; y < lines; ++y) read_row(y, rows + y * stride, 1);
-  } else {
-    const auto read = [&](int64_t y, uint32_t* to)
-                          __attribute__((always_inline)) { read_row(y, to, kPixels); };
-    const auto use = [&](int64_t y, const uint32_t* from)
-                         __attribute__((always_inline)) { take(from, rows + y * stride); };
-    for (int64_t y = 0; y < lines; y += kPixels) resize_rows(y, lines, read, use);
-  }
-  for (int64_t y = 0; y < height; ++y) {
-    if (!vertical.is_copy) add_rows(vertical, y, rows, top, stride, line);
-    write(vertical.is_copy ? rows + y * stride : line, y);
-  }
-}
 
-// Makes one output [C][height][width] of floats, or [height][width][C] of bytes.
+  FLATOUT_HD void rows_first() const {
+    const int64_t stride = in_vectors(width);
+    for (int64_t y = 0; horizontal.is_copy && y < lines; ++y) read(y, rows + y * stride, 1);
+    for (int64_t y = 0; !horizontal.is_copy && y < lines; y += kPixels) {
+      const int64_t count = std::min(kPixels, lines - y);
+      for (int64_t r = 0; r < count; ++r) read(y + r, tile + r, kPixels);
+      resize_tile(horizontal, left, tile, resized);
+      for (int64_t r = 0; r < count; ++r) from_tile(resized + r, width, rows + (y + r) * stride);
+    }
+    for (int64_t y = 0; y < height; ++y) {
+      if (vertical.is_copy)
+        std::copy_n(rows + y * stride, width, line);
+      else
+        add_rows(vertical, y, rows, top, stride, line);
+      write(y);
+    }
+  }
+
+  FLATOUT_HD void columns_first() const {
+    const int64_t stride = in_vectors(columns);
+    for (int64_t y = 0; y < lines; ++y) read(y, rows + y * stride, 1);
+    for (int64_t y = 0; y < height; y += kPixels) {
+      const int64_t count = std::min(kPixels, height - y);
+      for (int64_t r = 0; r < count; ++r) {
+        add_rows(vertical, y + r, rows, top, stride, line);
+        to_tile(line, columns, tile + r);
+      }
+      resize_tile(horizontal, left, tile, resized);
+      for (int64_t r = 0; r < count; ++r) {
+        from_tile(resized + r, width, line);
+        write(y + r);
+      }
+    }
+  }
+
+ private:
+  // Copies the needed pixels of a line of the box to every `step`-th word.
+  FLATOUT_HD void read(int64_t y, uint32_t* __restrict to, int64_t step) const {
+    const uint8_t* from = box.row(top + y) + left * kChannels;
+    for (int64_t x = 0, count = columns; x < count; ++x) to[x * step] = word_at(from + x * kChannels);
+  }
+
+  // Writes `line` as output row `y`.
+  FLATOUT_HD void write(int64_t y) const {
+    if (flip) std::reverse(line, line + width);
+    if constexpr (std::is_same_v<T, float>)
+      write_row(line, width, channels, out + y * width, height * width);
+    else
+      write_row(line, width, out + y * width * kChannels);
+  }
+};
+
+// Makes one output.
 template <class T>
 void run_resample(const Tensor& image, const Place& place, int64_t height, int64_t width,
                   const Channel* channels, Scratch& scratch, T* out) {
@@ -249,8 +264,18 @@ void run_resample(const Tensor& image, const Place& place, int64_t height, int64
   scratch.line.resize(longest);
   scratch.tile.resize(longest * kPixels);
   scratch.resized.resize(longest * kPixels);
+  const Resample<T> resample{box,
+                             horizontal,
+                             vertical,
+                             channels,
+                             place.flip,
+                             scratch.rows.data(),
+                             scratch.line.data(),
+                             scratch.tile.data(),
+                             scratch.resized.data(),
+                             out};
   run_vectorized([&]() __attribute__((always_inline)) {
-    resample(box, horizontal, vertical, place, channels, scratch, out);
+    place.vertical_first ? resample.columns_first() : resample.rows_first();
   });
 }
 

@@ -121,7 +121,7 @@ train(1000)
 
 
 def test_a_rank_that_ends_in_a_turn_leaves_no_rank_waiting(tmp_path: Path) -> None:
-    """Without an agent, nobody ends the other rank."""
+    """The ranks run without torchrun, which would kill the other rank."""
     ends = """
 def ends():
     if rank == 1:

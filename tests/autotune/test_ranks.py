@@ -112,7 +112,7 @@ def test_trials_leave_no_trace_on_any_rank(accumulate: int, options: dict[str, b
             tried = [row.technique for row in running.tunings[0].report.rows if row.trials]
         assert tried
         assert_alike(tried)
-        assert sizes == {8}  # each rank has recorded batches of its own
+        assert sizes == {8}  # a rank records its 8 samples of a batch, and not those of other ranks
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 

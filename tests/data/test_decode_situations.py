@@ -130,7 +130,7 @@ ODD = {
 
 
 def facts(value: Any) -> Any:
-    """Return a description of a value that differs wherever a user could see a difference."""
+    """Return the properties of a value that a user can see, to be compared."""
     if isinstance(value, torch.Tensor):
         flags = {name: getattr(value, name)() for name in ("is_inference", "is_shared", "is_contiguous", "is_pinned")}
         flags |= {name: getattr(value, name) for name in ("requires_grad", "is_leaf", "device", "layout")}
@@ -390,8 +390,8 @@ CHAINS: dict[str, Callable[[], list[Any]]] = {
     "colors between": lambda: [T.RandomResizedCrop(SIZE), T.ColorJitter(0.3), T.RandomHorizontalFlip(), *floats()],
     "grey": lambda: [T.RandomResizedCrop(SIZE), T.RandomGrayscale(0.5), *floats()],
     "upside down": lambda: [T.RandomResizedCrop(SIZE), T.RandomVerticalFlip(), *floats()],
-    "a draw of Python after it": lambda: [*usual(), T.Lambda(lambda x: x + random.random())],
-    "a draw of NumPy before it": lambda: [T.Lambda(lambda x: x.rotate(np.random.randint(90))), *usual()],
+    "a random number of Python after Normalize": lambda: [*usual(), T.Lambda(lambda x: x + random.random())],
+    "a random number of NumPy before the crop": lambda: [T.Lambda(lambda x: x.rotate(np.random.randint(90))), *usual()],
     "a view": lambda: [*usual(), T.Lambda(lambda x: x[:, ::2, 1:])],
     "five crops": lambda: [
         T.Resize(20),

@@ -177,3 +177,28 @@ def test_the_operator_can_be_traced(mean):
     out = [torch.zeros(3, 4, 5) if mean else bytes_of_size(4, 5) for _ in images]
     arguments = (images, [*GOOD, *GOOD], out, mean, STD if mean else [])
     torch.library.opcheck(torch.ops.flatout.resample_images.default, arguments)
+
+
+CHANGES = {
+    "size of a crop": None,
+    "filter": lambda steps: setattr(steps[0], "interpolation", transforms.InterpolationMode.NEAREST),
+    "antialiasing": lambda steps: setattr(steps[0], "antialias", False),
+    "mean": lambda steps: setattr(steps[3], "mean", [0.0, 0.0, 0.0]),
+    "element of std": lambda steps: steps[3].std.__setitem__(0, 0.5),
+    "hook": lambda steps: steps[1].register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_the_native_form_does_not_follow_ends_it(name):
+    floats = [transforms.ToTensor(), transforms.Normalize(list(MEAN), list(STD))]
+    steps = [transforms.RandomResizedCrop(16), transforms.RandomHorizontalFlip(), *floats]
+    tail = native_tail(steps)
+    assert tail.is_current()
+    if CHANGES[name] is None:  # read at each draw
+        steps[0].size = (9, 10)
+        pixels = np.zeros((30, 30, 3), np.uint8)
+        assert run([tail.draw(pixels)])[0].shape == (3, 9, 10)
+    else:
+        CHANGES[name](steps)
+    assert tail.is_current() == (CHANGES[name] is None)

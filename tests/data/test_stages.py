@@ -29,7 +29,7 @@ SLOW = 4e-3
 
 
 class Made(Dataset):
-    """Dataset of samples that a function makes from the index."""
+    """Dataset that calls a function with each index."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
         self.make = make

@@ -141,7 +141,7 @@ def test_stages_of_version_2_and_of_concatenated_folders(photos):
 
 
 class Opened(Dataset):
-    """Reads images with code of its own, and calls a transform that is no attribute."""
+    """Dataset that reads images in ``__getitem__`` and calls a global transform."""
 
     def __init__(self, folder, loads):
         self.files, self.loads = sorted(folder.glob("*/*")), loads

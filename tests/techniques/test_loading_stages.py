@@ -127,13 +127,20 @@ def test_advice_can_be_forbidden_and_not_forced():
         row_of(DataLoader(Slept(), 8), techniques={"loading_stages": True})
 
 
-def test_it_takes_a_twentieth_of_the_budget_at_most(clock):
-    class Slow(SlowSamples):
-        def __getitem__(self, i):
-            clock.advance(0.3)
-            return super().__getitem__(i)
+class Timed(SlowSamples):
+    """Samples that take seconds of a simulated clock."""
 
-    row = row_of(DataLoader(Slow(), 8), budget=4)
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def __getitem__(self, i):
+        self.clock.advance(self.seconds)
+        return super().__getitem__(i)
+
+
+def test_it_takes_a_twentieth_of_the_budget_at_most(clock):
+    row = row_of(DataLoader(Timed(clock, 0.3), 8), budget=4)
     assert row.status == "not applicable"
     assert "out-of-time" in reasons(row)
     assert " 0.2 s" in row.why
@@ -158,12 +165,7 @@ def test_optimize_reports_it_in_a_row_without_side_effects():
 
 
 def test_the_report_names_the_stages_where_loading_is_the_limit(clock):
-    class Slow(SlowSamples):
-        def __getitem__(self, i):
-            clock.advance(0.01)
-            return super().__getitem__(i)
-
-    row = row_of(DataLoader(Slow(), 8), budget=60)
+    row = row_of(DataLoader(Timed(clock, 0.01), 8), budget=60)
     assert row.status == "advice"
     assert row.stages
     assert row.why == in_words(row.stages)

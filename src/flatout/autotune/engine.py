@@ -58,7 +58,7 @@ USUAL_UPDATES = 3
 """Updates after the recorded ones, whose median time gives the cost of a first turn. Recorded updates are slower."""
 
 MOST_UPDATES_APART = 1000
-"""Most updates of several ranks from one meeting to the next, whose estimate may be wrong."""
+"""Limit of the updates between two meetings of the ranks, because the estimate of their time may be wrong."""
 
 _log = logging.getLogger("flatout.autotune")
 _log.propagate = False  # the root logger is the script's
@@ -352,7 +352,10 @@ class Engine:
         return True
 
     def _form_on_this_rank(self) -> Any:
-        """Return what all ranks must have recorded alike: True without a form to compare, and False while recording."""
+        """Return the form of the recorded calls, which must be equal on all ranks.
+
+        False while this rank records, and True if it has no form to compare.
+        """
         if self._found is None or self._recorder is not None:
             return self._recorder is None
         recorded = [batches for update in self._found for batches in update.batches.values()]

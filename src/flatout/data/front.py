@@ -97,7 +97,7 @@ class Front:
         return self.run([self.drawn(sample)])[0]
 
     def drawn(self, sample: Any) -> Any:
-        """Run the rest of the transforms, but for work that draws no more random numbers and that :meth:`run` does."""
+        """Draw the random numbers of the remaining transforms. :meth:`run` then runs those in native code."""
         done: dict[int, Any] = {}
         for cut in sorted(cuts_in(sample), key=lambda cut: cut.number):
             if cut.number not in done:
@@ -111,7 +111,7 @@ class Front:
         return _mapped(result, sample)
 
     def run(self, samples: list[Any]) -> list[Any]:
-        """Finish the samples of :meth:`drawn`, all at once."""
+        """Return the samples of :meth:`drawn` after their native transforms, which run together."""
         images = {id(image): image for sample in samples for image in leaves_in(sample, Drawn)}
         if not images:
             return samples
@@ -272,7 +272,7 @@ def cuts_in(sample: Any) -> list[Cut]:
 
 
 def leaves_in(sample: Any, kind: type) -> list[Any]:
-    """Return the leaves of a sample that are of a class, in the order of :func:`map_tensors`."""
+    """Return the leaves of a sample with exactly this type, in the order of :func:`map_tensors`."""
     found: list[Any] = []
 
     def look(leaf: Any) -> Any:
@@ -318,7 +318,7 @@ def _with_cuts(holder: Any, front: Front, depth: int) -> Any:
 
 
 def _is_folder_of_images(holder: Any) -> bool:
-    """Return True for a dataset of torchvision that gives the images of torchvision's own loader to its transform."""
+    """Return True for an ``ImageFolder`` whose images come from torchvision's own loader."""
     folder = sys.modules.get("torchvision.datasets.folder")
     return (
         folder is not None
@@ -329,7 +329,7 @@ def _is_folder_of_images(holder: Any) -> bool:
 
 
 def _functions_of_folder() -> list[Any]:
-    """Return what the images of torchvision's loader depend on, besides their files."""
+    """Return the functions and the backend with which torchvision loads images, to be compared."""
     folder, torchvision = sys.modules["torchvision.datasets.folder"], sys.modules["torchvision"]
     return [folder.default_loader, folder.pil_loader, torchvision.get_image_backend()]
 

@@ -49,7 +49,7 @@ class NativeTail:
 
     def is_current(self) -> bool:
         """Return True if the transforms, and the functions that they call, are still the same."""
-        return bool(_state_of(self.steps) == self.state)
+        return all(map(_is_supported, self.moves)) and bool(_state_of(self.steps) == self.state)
 
     def fits(self, height: int, width: int) -> bool:
         """Return True if the transforms apply to an image of this size without padding or an error."""
@@ -89,6 +89,11 @@ class NativeTail:
                 window = list(part)
         return Drawn(self, pixels, _place(box, size, window, flip), (window[2], window[3]))
 
+    def empty(self, size: tuple[int, int]) -> Tensor:
+        """Return memory for a result of this height and width: float32 [3, h, w], or uint8 [h, w, 3]."""
+        shape, dtype = ((3, *size), torch.float32) if self.mean else ((*size, 3), torch.uint8)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
 
 class Drawn:
     """Image and drawn numbers of a tail that is still to run. A sample holds it as a leaf.
@@ -115,8 +120,8 @@ def run(images: Sequence[Drawn]) -> list[Tensor]:
         members = [i for i, each in enumerate(images) if each.tail is tail]
         for begin in range(0, len(members), together):
             part = members[begin : begin + together]
-            # Each result has its own memory, as a sample that the user keeps or changes would have.
-            made = [_empty(images[i].size, is_float=bool(tail.mean)) for i in part]
+            # Samples of torchvision share no memory. A user may keep one of them, or change it.
+            made = [tail.empty(images[i].size) for i in part]
             torch.ops.flatout.resample_images(
                 [torch.frombuffer(images[i].pixels, dtype=torch.uint8).view(images[i].pixels.shape) for i in part],
                 [number for i in part for number in images[i].place],
@@ -126,11 +131,6 @@ def run(images: Sequence[Drawn]) -> list[Tensor]:
             )
             results.update(zip(part, made if tail.mean else [each.permute(2, 0, 1) for each in made], strict=True))
     return [results[i] for i in range(len(images))]
-
-
-def _empty(size: tuple[int, int], *, is_float: bool) -> Tensor:
-    shape, dtype = ((3, *size), torch.float32) if is_float else ((*size, 3), torch.uint8)
-    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
@@ -163,7 +163,8 @@ def native_tail(steps: Sequence[Callable[..., Any]]) -> NativeTail | None:
             mean, std = (np.asarray(each, np.float32).tolist() for each in constants)
             count = length + 2
     state = _state_of(steps[:count])
-    return None if _HAS_HOOKS in state else NativeTail(moves, mean, std, steps[:count], state)
+    has_hooks = state[0]
+    return None if has_hooks else NativeTail(moves, mean, std, steps[:count], state)
 
 
 def is_vertical_first(before: Sequence[int], after: Sequence[int]) -> bool:
@@ -197,14 +198,14 @@ def _is_plain(step: Any) -> bool:
 
 
 def _state_of(steps: Sequence[Any]) -> list[Any]:
-    """Return a list that is equal as long as steps of torchvision give equal results for equal images."""
+    """Return all that the results of steps depend on: hooks, default dtype, code and constants, to be compared."""
     modules = torch.nn.modules.module
     hooks: list[Any] = [modules._global_forward_hooks, modules._global_forward_pre_hooks]
     hooks += [getattr(step, name, None) for step in steps for name in ("_forward_hooks", "_forward_pre_hooks")]
     functional, image = sys.modules["torchvision.transforms.functional"], sys.modules["PIL.Image"].Image
     code = [getattr(type(step), name, None) for step in steps for name in ("forward", "__call__", "get_params")]
     return [
-        _HAS_HOOKS if any(hooks) else "",
+        any(hooks),
         torch.get_default_dtype(),
         [getattr(functional, name) for name in _FUNCTIONS],
         [getattr(image, name) for name in _METHODS],
@@ -213,20 +214,15 @@ def _state_of(steps: Sequence[Any]) -> list[Any]:
     ]
 
 
-_HAS_HOOKS = "has hooks"
-
-
 def _constants_of(normalize: Any) -> tuple[Any, Any]:
-    """Return mean and std of a ``Normalize`` as lists, or as they are if they are of another kind."""
-    mean, std = (
-        list(each)
-        if isinstance(each, (list, tuple))
-        else each.tolist()
-        if isinstance(each, (Tensor, np.ndarray))
-        else each
-        for each in (normalize.mean, normalize.std)
-    )
-    return mean, std
+    """Return ``mean`` and ``std`` of a ``Normalize``. Sequences, tensors and arrays become lists."""
+
+    def listed(values: Any) -> Any:
+        if isinstance(values, (Tensor, np.ndarray)):
+            return values.tolist()
+        return list(values) if isinstance(values, (list, tuple)) else values
+
+    return listed(normalize.mean), listed(normalize.std)
 
 
 def _is_supported(move: Any) -> bool:

@@ -39,7 +39,7 @@ def packed(sample: Any) -> list[bytes | memoryview]:
 
 
 def bytes_of(sample: Any) -> bytes:
-    """Return the bytes of a sample, of which equal samples have the same."""
+    """Return the bytes of a sample. Equal samples have equal bytes."""
     return b"".join(bytes(part) for part in packed(sample))
 
 

@@ -32,7 +32,7 @@ from flatout.data.watch import Watch, files_opened, state_of
 _LOOKED_AT = 4
 """Samples, spread over the dataset, that are made in both ways before the cache is used."""
 _TOGETHER = 32
-"""Samples whose images are in memory at the same time, for one call of native code."""
+"""Largest number of samples in one call of native code. It bounds the memory of decoded images."""
 _SPREAD = (math.sqrt(5) - 1) / 2
 """Golden ratio. The fractional parts of its multiples are spread evenly over [0, 1)."""
 
@@ -301,7 +301,7 @@ def for_trial(loader: Any) -> Any:
 
 
 def _settings_of_pillow() -> tuple[Any, ...]:
-    """Return the settings with which Pillow refuses files, or warns."""
+    """Return the settings by which Pillow raises or warns."""
     image, file = sys.modules.get("PIL.Image"), sys.modules.get("PIL.ImageFile")
     return getattr(image, "MAX_IMAGE_PIXELS", None), getattr(file, "LOAD_TRUNCATED_IMAGES", None)
 

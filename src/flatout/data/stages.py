@@ -49,7 +49,7 @@ _CODE_OF_STAGES: Sequence[tuple[Name, re.Pattern[str]]] = (
     ("decode", re.compile(r".*\.\w*(decode|imread|decompress|unpack|pil_loader)\w*$")),
     ("resize", re.compile(r".*\.\w*(resize|upsample|interpolate|thumbnail)\w*$")),
 )
-"""Stages of library functions, by module and name. All other code is a transform, or part of the ``collate_fn``."""
+"""Patterns of library functions, by stage. Time in other code counts as "transform" or "collate"."""
 
 
 class NotExamined(ValueError):
@@ -206,7 +206,7 @@ def _evaluated(
 
 
 class _Profile:
-    """Time of a function by stage: the own time of every Python and C function that it calls on this thread.
+    """Profile of a function by stage: the self time of all Python and C functions that it calls on this thread.
 
     Attributes:
         runs: seconds by stage, file and line, of each call.

@@ -198,7 +198,7 @@ class Agreement:
         """Set the time after which a rank that does not answer counts as lost."""
 
     def close(self) -> None:
-        """Leave the agreement. The other ranks then lose this rank."""
+        """Leave the agreement. Later calls on other ranks raise ``LostRank``."""
 
 
 ALONE = Agreement()

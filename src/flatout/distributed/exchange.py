@@ -41,7 +41,7 @@ class Exchange(Protocol):
         """Set the time after which ``receive`` fails."""
 
     def close(self) -> None:
-        """Close the connections, so that the other ranks receive an error."""
+        """Close the connections. The other ranks get an error from ``receive``."""
 
 
 class LocalExchange:

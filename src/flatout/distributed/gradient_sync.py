@@ -37,7 +37,7 @@ The all-reduce of a small first bucket begins early in the backward. On a CPU it
 
 
 MOST_TO_SETTLE = 3
-"""Most steps until a DDP has its full speed."""
+"""Largest number of steps until a DDP reaches its full speed."""
 
 LATE_SECONDS = 0.05
 """Seconds after which all-reduces of a failed step, which all other ranks have completed, write to no bucket."""
@@ -253,7 +253,7 @@ class GradientSync:
 
     @contextmanager
     def _syncing(self, in_backward: bool) -> Iterator[None]:
-        """Let the script's DDP average gradients, or not, in the backwards of the calls inside the block."""
+        """Turn the averaging of gradients by the script's DDP on or off for the calls inside the block."""
         scripts: Any = self._scripts
         if scripts is None:
             yield

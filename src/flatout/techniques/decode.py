@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flatout.data.in_memory_loader import InMemoryLoader
-from flatout.data.loader_class import base_of, why_not_plain
-from flatout.data.seeding import is_seeded
 from flatout.guards import SAMPLES_FIXED
-from flatout.techniques.base import LoaderTechnique, NotApplicable
+from flatout.techniques.base import LoaderTechnique
 from flatout.techniques.candidate import LoaderCandidate
-from flatout.techniques.prefix_cache import PrefixSource
+from flatout.techniques.prefix_cache import PrefixSource, check_loader, loader_of
 
 if TYPE_CHECKING:
     from flatout.report.model import Pace
@@ -40,13 +37,7 @@ class Decode(LoaderTechnique):
 
     def check(self, job: Job) -> None:
         """Require a DataLoader over a dataset that is not in memory."""
-        base = base_of(job.data.loader)
-        if base is None:
-            raise NotApplicable(why_not_plain(job.data.loader))
-        if isinstance(job.data.source, InMemoryLoader):
-            raise NotApplicable("the samples are in memory, ready made")
-        if is_seeded(job.data.loader):
-            raise NotApplicable("each sample has its own seed")
+        check_loader(job)
 
     def candidates(self, job: Job, pace: Pace | None = None) -> Sequence[LoaderCandidate]:
         """Return the loader."""
@@ -54,5 +45,4 @@ class Decode(LoaderTechnique):
 
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
         """Return the loader."""
-        loader = job.data.source if base_of(job.data.source) is not None else job.data.loader
-        return PrefixSource(self.name, loader, 1.0, 0, job.breaks, "simplejpeg")
+        return PrefixSource(self.name, loader_of(job), 1.0, 0, job.breaks, "simplejpeg")

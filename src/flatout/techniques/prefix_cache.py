@@ -66,13 +66,12 @@ class PrefixSource:
         except NotCacheable as error:
             raise NotApplicable(str(error)) from error
         cache.on_change = functools.partial(SAMPLES_FIXED.broken, self.breaks, self.technique)
-        if not self.budget:
-            return check_epochs(clone_loader(self.loader, dataset=cache))
-        cache.rehearse(cache.share * (1 - 1 / self.epochs), _REHEARSED * (base.batch_size or 1))
-        self.reason = (
-            f"{formatting.share(cache.share)} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. "
-            f"The first of {self.epochs:,.1f} epochs stores them"
-        )
+        if self.budget:
+            cache.rehearse(cache.share * (1 - 1 / self.epochs), _REHEARSED * (base.batch_size or 1))
+            self.reason = (
+                f"{formatting.share(cache.share)} of the samples fit, at {cache.sample_bytes / 1e3:,.0f} kB each. "
+                f"The first of {self.epochs:,.1f} epochs stores them"
+            )
         return check_epochs(clone_loader(self.loader, dataset=cache))
 
 
@@ -105,13 +104,7 @@ class PrefixCaching(LoaderTechnique):
 
     def check(self, job: Job) -> None:
         """Require several epochs of a DataLoader over a map-style dataset that is not in memory yet."""
-        base = base_of(job.data.loader)
-        if base is None:
-            raise NotApplicable(why_not_plain(job.data.loader))
-        if isinstance(job.data.source, InMemoryLoader) or isinstance(_unstored(base.dataset), SampleCache):
-            raise NotApplicable("the samples are in memory, ready made")
-        if is_seeded(job.data.loader):
-            raise NotApplicable("each sample has its own seed")
+        check_loader(job)
         if job.data.expected_steps and _epochs(job) <= 1:
             raise NotApplicable("the training has one epoch, which reads each sample once")
 
@@ -128,14 +121,32 @@ class PrefixCaching(LoaderTechnique):
     def candidate_of(self, job: Job, value: Any) -> LoaderCandidate:
         """Return the loader, also if the dataset could change without being seen."""
         budget = available_memory() // (2 * job.spec.ranks.size)
-        loader = job.data.source if base_of(job.data.source) is not None else job.data.loader
-        return PrefixSource(
-            self.name, loader, max(1.0, _epochs(job)), budget, job.breaks, "stored before the first draw"
-        )
+        epochs = max(1.0, _epochs(job))
+        return PrefixSource(self.name, loader_of(job), epochs, budget, job.breaks, "stored before the first draw")
 
     def found(self, candidate: PrefixSource) -> str:
         """Return how many samples fit."""
         return candidate.reason
+
+
+def check_loader(job: Job) -> None:
+    """Require a DataLoader whose samples are not in memory and have no seeds of their own.
+
+    Raises:
+        NotApplicable: the job has another loader.
+    """
+    base = base_of(job.data.loader)
+    if base is None:
+        raise NotApplicable(why_not_plain(job.data.loader))
+    if isinstance(job.data.source, InMemoryLoader) or isinstance(_unstored(base.dataset), SampleCache):
+        raise NotApplicable("the samples are in memory, ready made")
+    if is_seeded(job.data.loader):
+        raise NotApplicable("each sample has its own seed")
+
+
+def loader_of(job: Job) -> Any:
+    """Return the loader that the job uses now, or the user's loader if the former has no base."""
+    return job.data.source if base_of(job.data.source) is not None else job.data.loader
 
 
 def _unstored(dataset: Any) -> Any:

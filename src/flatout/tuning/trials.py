@@ -309,7 +309,7 @@ def settle(bench: Bench) -> None:
     first update. Out-of-memory errors are ignored, because later stages find parts of batches that fit.
     """
     job, sync = bench.job, bench.job.stepper.sync
-    if sync is None or job.spec.is_recorded:  # a script's DDP has learned this already
+    if sync is None or job.spec.is_recorded:  # a script's DDP has its final buckets
         return
     # Gradients in the buckets save a copy of each gradient. A user's own loop may keep gradients longer than a step.
     sync.options = replace(sync.options, gradient_as_bucket_view=not job.why_no_step)
