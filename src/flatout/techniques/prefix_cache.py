@@ -122,7 +122,7 @@ class PrefixCaching(LoaderTechnique):
         """Return the loader, also if the dataset could change without being seen."""
         budget = available_memory() // (2 * job.spec.ranks.size)
         epochs = max(1.0, _epochs(job))
-        return PrefixSource(self.name, loader_of(job), epochs, budget, job.breaks, "stored before the first draw")
+        return PrefixSource(self.name, loader_of(job), epochs, budget, job.breaks, "in memory")
 
     def found(self, candidate: PrefixSource) -> str:
         """Return how many samples fit."""

@@ -123,7 +123,7 @@ def _why_rejected(trial: Trial) -> str:
     times = f"a step takes {trial.candidate_ms:.2f} ms with it and {trial.baseline_ms:.2f} ms without"
     if trial.gain.ratio <= 1.0:
         return times
-    why = f"{times}: not shown to be more than {formatting.share(least_saving(trial.noise))} faster"
+    why = f"{times}: not shown to be more than {formatting.share(least_saving(trial.noise), 0)} faster"
     return why if trial.noise is None else f"{why}, with noise of ±{formatting.share(1.96 * trial.noise)}"
 
 
